@@ -5,6 +5,7 @@ model that is compiled late, in stage 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -82,6 +83,25 @@ def test_a_loss_and_a_join_compile_nothing_again_and_change_no_bit(monkeypatch: 
     with Crew("a", task) as crew:
         assert crew.finish() == fingerprint == undisturbed(Task(options, model=Stack))
     assert before == after == graphs() > 0
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_only_what_modules_do_is_traced_and_nothing_that_is_done_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Shoal's own, and of Python's that it calls, a compiler would walk over what other threads change."""
+    traced: set[str] = set()
+    trace = convert_frame.trace_frame
+
+    def recording(code: CodeType, *rest: Any, **named: Any) -> Any:
+        traced.add(code.co_filename)
+        return trace(code, *rest, **named)
+
+    monkeypatch.setattr(convert_frame, "trace_frame", recording)
+    torch.compiler.reset()
+    options: dict[str, Any] = {"max_steps": 2, "stage": 3, "mirrors": 1}
+    with Crew("ab", Task(options, model=Stack, prepare=compile_layers)) as crew:
+        crew.finish()
+    assert traced == {__file__}
     torch.compiler.reset()
 
 

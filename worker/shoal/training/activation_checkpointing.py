@@ -30,6 +30,7 @@ from shoal.config.training import TrainingConfig
 from shoal.core.units import check_classes, class_names, unit_modules
 from shoal.exchange.module_buffers import LARGE_ELEMENTS
 from shoal.first_values.building import meant_device
+from shoal.process.compiler import uncompiled
 
 KEY = "shoal.activation_checkpointing"
 OWN_FORWARD = "_forward_before_checkpointing"
@@ -118,7 +119,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     alike = _made_again_alike(plain, self)
     if torch.compiler.is_compiling():
         return checkpoint(alike, *args, use_reentrant=False, **kwargs)
-    kept = _KEPT.get(self)
+    kept = _known(self)
     if kept is None or not torch.is_grad_enabled():  # a copy of the module; an evaluation
         return plain(*args, **kwargs)
     with kept.place():
@@ -149,10 +150,16 @@ def _context(module: nn.Module | None, contexts: list[_Again]) -> _First | _Agai
     """Of the first call of a forward, which leaves that of all others in `contexts`; or that."""
     if contexts:
         return contexts[0]
-    kept = _KEPT.get(module) if module is not None else None
+    kept = _known(module) if module is not None else None
     first = _First((kept or _Checkpointed(to_host=False)).buffers(module) if module is not None else [])
     contexts.append(_Again(first))
     return first
+
+
+@uncompiled
+def _known(module: nn.Module) -> _Checkpointed | None:
+    """None: a copy of a checkpointed module. Not traced: other threads change that dictionary meanwhile."""
+    return _KEPT.get(module)
 
 
 class _Checkpointed:

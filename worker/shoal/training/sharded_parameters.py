@@ -423,6 +423,13 @@ def listen(modules: list[nn.Module], listener: ShardedParameters) -> None:
         vars(module)["forward"] = MethodType(_around(type(module)), module)
 
 
+@uncompiled
+def _listener(module: nn.Module) -> ShardedParameters | None:
+    """What is around its calls. Not traced: other threads change that dictionary while a compiler walks over it."""
+    known = _LISTENERS.get(module)
+    return known() if known is not None else None
+
+
 def _around(kind: type[nn.Module]) -> Callable[..., Any]:
     """One for each class: what reads the signature of a `forward` finds the class's."""
     if kind not in _MADE:
@@ -435,8 +442,7 @@ def _make(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).get(OWN_FORWARD)
         bound = MethodType(kind.forward, self) if own is None else own
-        known = _LISTENERS.get(self)
-        listener = known() if known is not None else None
+        listener = _listener(self)
         if listener is None:  # of a copy, or the engine has gone
             return bound(*args, **kwargs)
         return listener.around(self, functools.partial(bound, *args, **kwargs))
