@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shoal.doctor.cell_checks import fitting, links_of
+from shoal.doctor.training_checks import fitting, links_of
 from shoal_protos.finding import Verdict
 from shoal_protos.shape import ONE, Shape
 

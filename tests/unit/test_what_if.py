@@ -16,9 +16,8 @@ from shoal_controller.cli.main import app
 from shoal_controller.cli.what_if import figures_of
 from shoal_controller.core.machine.figures import Use
 from shoal_controller.simulation import fleet, traces
-from shoal_controller.simulation.outcome import TraceOutcome, simulate
 from shoal_controller.simulation.paces import Paces, SimulatedJob
-from shoal_controller.simulation.sweep import Aims, GridRow, best, grid, within
+from shoal_controller.simulation.sweep import Aims, GridRow, TraceOutcome, best, grid, simulate, within
 from shoal_controller.simulation.traces import Move, TraceWindow
 from shoal_protos.errors import UserError
 from typer.testing import CliRunner

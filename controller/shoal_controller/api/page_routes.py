@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, fields
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
+from shoal_protos.acts import Act, OperatorRequest
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.release import RELEASE
 
-from shoal_controller.api.act_requests import AnAct
 from shoal_controller.api.answers import EventAnswer
 from shoal_controller.api.dependencies import Readable, controller_of
+from shoal_controller.api.models import MOST_WORKERS
 from shoal_controller.api.page_answers import (
     AboutAnswer,
     HoldingsAnswer,
@@ -41,6 +43,7 @@ from shoal_controller.jobs.timeline import timeline
 from shoal_controller.observe.job_series import Span, since_sentence
 
 MOST_GENERATION = (1 << 63) - 1
+MOST_NAME = 300
 
 LATEST = 253_402_300_800.0
 """The year 10000, in seconds since the epoch."""
@@ -53,6 +56,42 @@ AfterTime = Annotated[
     float,
     Query(ge=0, le=LATEST, description="Seconds since the epoch: only later points. Default: as many as there are."),
 ]
+
+
+def _acts_with(name: str) -> str:
+    return " and ".join(f"`{act}`" for act in Act if name in _names(act))
+
+
+def _names(act: Act) -> set[str]:
+    return {field.name for field in fields(act.asks)}
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAct:
+    """What an operator would ask for, as the query of a preview has it: the requests of the routes that carry them out,
+    whose bodies say what is valid.
+    """
+
+    act: Annotated[Act, Query(description="What would be asked for.")]
+    workers: Annotated[
+        int | None, Query(ge=1, le=MOST_WORKERS, description=f"Of {_acts_with('workers')}: how many workers.")
+    ] = None
+    worker: Annotated[
+        str | None, Query(max_length=MOST_NAME, description=f"Of {_acts_with('worker')}: id of the worker.")
+    ] = None
+
+    def request(self) -> OperatorRequest:
+        """Raises `UserError` where something is missing."""
+        names = _names(self.act)
+        if "workers" in names and self.workers is None:
+            raise UserError(f"`workers` is missing; expected a whole number from 1 to {MOST_WORKERS} to scale to")
+        if "worker" in names and not self.worker:
+            raise UserError(f"`worker` is missing; expected the id of the worker that {self.act} concerns, such as w3")
+        given = {"workers": self.workers, "worker": self.worker}
+        return self.act.asks(**{name: value for name, value in given.items() if name in names})
+
+
+AnAct = Annotated[AskedAct, Depends(AskedAct)]
 
 router = APIRouter()
 
