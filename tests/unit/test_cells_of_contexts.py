@@ -149,7 +149,7 @@ def test_gradients_of_four_contexts_are_added_in_the_same_order_whole_and_on_sha
 MORE = [pytest.param(point, marks=check("as at the other points")) for point in ("vote", "exchange", "mirror")]
 
 
-@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+@pytest.mark.parametrize("point", ["between", "meet", "backward", *MORE])
 @pytest.mark.parametrize("model", [Divided, pytest.param(Ring, marks=check("as by an exchange of heads"))])
 def test_a_process_that_is_killed_changes_no_bit(point: str, model: Any) -> None:
     with crew_of("abcde", task_of(CONTEXT, model=model)) as crew:
@@ -158,7 +158,7 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, model: Any) -> None
         assert trained(crew) == one_cell(CONTEXT, model)
 
 
-@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+@pytest.mark.parametrize("point", ["between", "meet", "backward", *MORE])
 def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
     with crew_of("abcde", task_of(CONTEXT, stage=2)) as crew:
         crew.train_to(2)

@@ -101,7 +101,7 @@ def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, sta
 MORE = [pytest.param(point, marks=check("as at the other points")) for point in ("vote", "exchange", "mirror")]
 
 
-@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+@pytest.mark.parametrize("point", ["between", "meet", "backward", *MORE])
 @pytest.mark.parametrize("victim", ["c", pytest.param("d", marks=check("as of the first stage"))])
 @rule(
     "A schedule's stages shake hands anew in every world, and leave no trace in buffers",

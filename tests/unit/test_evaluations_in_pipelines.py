@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -195,10 +194,10 @@ def test_a_schedule_called_in_another_way_in_an_evaluation_is_refused(
 
 
 @rule(
-    "Members of a cell meet before each call of a schedule: an evaluation that only some of them enter fails the job "
-    "with the sentences of both",
+    "Members of a cell meet before each call of a schedule in an evaluation, too: one that only some of them enter "
+    "fails the job with the places of both",
     "Cells",
-    broken_by=Edit("shoal.training.pipeline", "        context.hub.meet()\n", ""),
+    broken_by=Edit("shoal.training.pipeline", "                hub.meet(LoopPlace.EVALUATION)\n", ""),
 )
 def test_an_evaluation_by_one_stage_alone_fails_the_job_with_both_sentences() -> None:
     body = Evaluates()
@@ -214,6 +213,4 @@ def test_an_evaluation_by_one_stage_alone_fails_the_job_with_both_sentences() ->
         crew.until("the end", lambda: crew.job.durable.phase.is_over)
         reason, phase = crew.job.durable.reason, crew.job.durable.phase
     assert phase.value == "failed"
-    assert re.search(
-        r"coordinate 0 makes barrier .*, in an evaluation, and coordinate 1 barrier .*, in a lane;", reason
-    )
+    assert "coordinate 0 is in an evaluation, and coordinate 1 is in engine.run;" in reason

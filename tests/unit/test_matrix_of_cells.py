@@ -20,12 +20,13 @@ from tiers import check
 pytestmark = check("trains many small jobs")
 SHAPES = (CONTEXT, BOTH, PIPELINE, SQUARE)
 CELLS, STAGES = (1, 2, 3), (0, 1, 2)
-POINTS = ("forward", "between", "backward", "exchange", "vote", "mirror")
+POINTS = ("forward", "between", "meet", "backward", "exchange", "vote", "mirror")
 BEFALLS = ("nothing", *POINTS, "joins", "drained")
 CASES = list(product(SHAPES, CELLS, STAGES, BEFALLS))
 KEPT = [
     (CONTEXT, 1, 0, "joins"), (CONTEXT, 2, 2, "vote"), (BOTH, 2, 1, "between"), (PIPELINE, 2, 0, "drained"),
     (PIPELINE, 3, 1, "backward"), (SQUARE, 1, 2, "nothing"), (SQUARE, 2, 1, "mirror"),
+    (BOTH, 3, 0, "meet"),
 ]  # fmt: skip
 LETTERS = "abcdefghijklmnop"
 

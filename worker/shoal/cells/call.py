@@ -1,5 +1,5 @@
-"""Which collective a member makes, in 32 bytes, and the sentence where two members of a cell make different ones; how
-long a message between two of them is.
+"""Which collective a member makes, or which place of its loop it has come to, in 32 bytes, and the sentence where that
+differs between two members of a cell; how long a message between two of them is.
 
 Without the comparison a script that differs between coordinates would hang, or look like a broken connection. Pure but
 for the tensors that carry the bytes.
@@ -29,6 +29,8 @@ class Kind(IntEnum):
     ALL_TO_ALL = 8
     SEND = 9
     RECV = 10
+    MEETING = 11
+    """The engine's own: nothing but what is compared."""
 
     @property
     def words(self) -> str:
@@ -37,16 +39,31 @@ class Kind(IntEnum):
 
 
 class LoopPlace(IntEnum):
-    """Where in its loop a script makes a collective."""
+    """Where in its loop a script makes a collective. Members of a cell meet at some of them."""
 
     LANE = 0
     EVALUATION = 1
     BETWEEN = 2
+    BACKWARD = 3
+    BACKWARD_OF_MORE = 4
+    SKIP = 5
+    RUN = 6
 
     @property
     def words(self) -> str:
         """For a sentence."""
-        return ("in a lane", "in an evaluation", "between engine.step and the next batch")[self]
+        return _WHERE[self]
+
+    @property
+    def is_in_lane(self) -> bool:
+        """Whether a micro-batch is trained there."""
+        return self not in (LoopPlace.EVALUATION, LoopPlace.BETWEEN)
+
+
+_WHERE = (
+    "in a lane", "in an evaluation", "between engine.step and the next batch", "in engine.backward",
+    "in engine.backward(more=True)", "in engine.skip", "in engine.run",
+)  # fmt: skip
 
 
 class Op(IntEnum):
@@ -91,7 +108,7 @@ class CollectiveCall:
     @property
     def is_message(self) -> bool:
         """Whether it is between two members."""
-        return self.kind >= Kind.SEND
+        return self.kind in (Kind.SEND, Kind.RECV)
 
     def to_tensor(self, number: int, place: LoopPlace, group: int, peer: int) -> Tensor:  # (32,) uint8
         """What a peer is told: it is the `number`-th of the group."""
@@ -168,21 +185,40 @@ def compared(
     here: int,
     there: int,
 ) -> str:
-    """Why two members do not make the same collective, the same words on both; empty where they do. `here`, `there`:
-    their coordinates.
+    """Why two members do not make the same collective, or are at different places, the same words on both; empty where
+    they do not differ. `here`, `there`: their coordinates.
     """
     own, other = CONTENT.unpack(mine.numpy().tobytes()), CONTENT.unpack(theirs.numpy().tobytes())
     number, kind, op, dtype, place, sent, awaited, group, root = other
     if own == (number, kind, op, dtype, place, awaited, sent, group, root):
         return ""
     first, second = sorted(((here, own), (there, other)))
-    both = f"coordinate {first[0]} makes {_sentence(first[1])}, and coordinate {second[0]} {_sentence(second[1])}"
-    if own[7] != group:
-        both += ", in another process group"
-    return (
-        f"the members of a cell make different collectives: {both}; a script must make the same collectives in the "
-        "same order at every coordinate of a cell."
-    )
+    if Kind.MEETING in (own[1], kind):
+        sentence, both = AT_DIFFERENT_PLACES, f"{_act(first[1])}, and coordinate {second[0]} {_act(second[1])}"
+    else:
+        sentence, both = DIFFERENT_COLLECTIVES, f"{_act(first[1])}, and coordinate {second[0]} {_sentence(second[1])}"
+        if own[7] != group:
+            both += ", in another process group"
+    return sentence.format(f"coordinate {first[0]} {both}")
+
+
+DIFFERENT_COLLECTIVES = (
+    "the members of a cell make different collectives: {}; a script must make the same collectives in the same order "
+    "at every coordinate of a cell."
+)
+AT_DIFFERENT_PLACES = (
+    "the members of a cell are at different places of their loops: {}; all of them must skip the same micro-batches, "
+    "evaluate together, and make the same collectives in the same order."
+)
+
+
+def _act(content: tuple[int, ...]) -> str:
+    is_meeting = content[1] == Kind.MEETING
+    return f"is {_where(content[4])}" if is_meeting else f"makes {_sentence(content)}"
+
+
+def _where(place: int) -> str:
+    return LoopPlace(place).words if place < len(LoopPlace) else f"at place {place}"
 
 
 def _sentence(content: tuple[int, ...]) -> str:
@@ -194,8 +230,7 @@ def _sentence(content: tuple[int, ...]) -> str:
     by = f" ({Op(op).name if op < len(Op) else f'unknown, {op}'})" if op != Op.NONE else ""
     rooted = f" with root {root}" if root != NO_ROOT else ""
     nth = f"as number {number} of its process group in this world"
-    where = LoopPlace(place).words if place < len(LoopPlace) else f"at place {place}"
-    return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {where}"
+    return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {_where(place)}"
 
 
 def _name_of(dtype: int) -> str:

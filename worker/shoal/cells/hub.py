@@ -27,7 +27,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.cells.call import CONTENT, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
-from shoal.cells.collectives import Collective, Round, all_gather, all_reduce, barrier, broadcast
+from shoal.cells.collectives import Collective, Round, all_gather, all_reduce, broadcast, meeting
 from shoal.group.group import RESERVED_TAGS, Group, Work, WorldChanged
 
 CALLS_TAG = 1 << 16
@@ -44,7 +44,7 @@ IN_A_CALLBACK = (
     "it in the body of the loop or in an evaluation, and keep what comes of it for the function."
 )
 
-
+NOTHING_EXCHANGED = (Kind.BARRIER, Kind.MEETING)
 UNDIVIDED = (
     "no collective or message over the context dimension was made in a lane of the first step: where each process "
     'trains all tokens of a batch, a cell does the same work several times; take x.chunk(cell.size("context"), '
@@ -186,12 +186,13 @@ class CellHub:
         line = self.shape.places(self.coordinate, "pipeline")
         return GroupPlace(self, [line[place] for place in places], f"stages {places} of a pipeline")
 
-    def meet(self) -> None:
-        """Returns when all members of the cell have come here. Raises `UserError` where some have come to another place
-        of their loops, and `WorldChanged`.
+    def meet(self, place: LoopPlace) -> None:
+        """The script has come to another place of its loop: returns when all members of the cell have come to it.
+        Raises `UserError` where some are at another one, and `WorldChanged`.
         """
+        self.come_to(place)
         with self.raising():
-            self._all.begin(barrier(self._all.me, self._all.size)).finish()
+            self._all.begin(meeting()).finish()
 
     def spread_from_last_stage(
         self,
@@ -233,7 +234,7 @@ class CellHub:
 
     def compares(self, world: _World, is_whole: bool) -> bool:
         """Whether members tell each other which collective they make. `is_whole`: it is one of all
-        members of the cell, of which each has the same first one at a place.
+        members of the cell, of which each has the same first one at a place: a meeting, where they meet.
         """
         is_first = self._is_first and is_whole
         self._is_first = self._is_first and not is_whole
@@ -264,7 +265,7 @@ class GroupPlace:
         doing = Doing(self, collective)
         if self.size > 1:
             hub.check_place(collective.call)
-            if self.spans_contexts and hub.where is LoopPlace.LANE and collective.call.kind is not Kind.BARRIER:
+            if self.spans_contexts and hub.where.is_in_lane and collective.call.kind not in NOTHING_EXCHANGED:
                 hub.exchanges_tokens = True
             if (world := hub.world) is not None:
                 if world.difference:  # what is under way may have the tag of what comes

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from shoal_protos.text import plural
 from torch import Tensor
@@ -225,7 +225,6 @@ def _record(
         for ballot, member in zip(ballots, traffic.plan.members, strict=True)
         if member.coordinate == traffic.coordinates.reporter
     ]
-    _check_skips(ballots, traffic)
     counted = _counted(reporting, lanes)
 
     def reduced(of: list[Sequence[float]]) -> float:
@@ -274,18 +273,6 @@ def _mean_over_portions(traffic: Traffic, of: list[Sequence[float]]) -> float:
         sum_of = fold_numbers(list(chain.from_iterable(parts)), traffic.plan.lanes)
         total = total + sum_of if portion else sum_of
     return total / coordinates.portions
-
-
-def _check_skips(ballots: list[Ballot], traffic: Traffic) -> None:
-    """Raises `JobFailed` on all members where those of a cell have given up different micro-batches."""
-    for cell in traffic.plan.cells:
-        skipped = {traffic.plan.members[rank].worker: ballots[rank].skipped for rank in cell}
-        if len(set(skipped.values())) > 1:
-            raise JobFailed(
-                f"members of one cell have skipped different numbers of micro-batches in step {ballots[0].step}: "
-                f"{', '.join(f'{worker} {count}' for worker, count in skipped.items())}. They train the same lanes: "
-                "call engine.skip() by what all of them know alike."
-            )
 
 
 def _unused(ballots: list[Ballot], traffic: Traffic) -> str:

@@ -168,18 +168,6 @@ def check_loss(loss: Any, call: str = "engine.backward", has_graph: bool = True)
         )
 
 
-def refuse_skip_of_experts(places: int) -> None:
-    """Raises `UserError` where the places of a cell's experts train batches of their own: those that go on would wait
-    for the tokens of one that has given its batch up.
-    """
-    if places > 1:
-        raise UserError(
-            f"engine.skip is not supported where experts are divided: the other {places - 1} of {places} places train "
-            "batches of their own with the experts of this one, and would wait for it; leave such samples out of the "
-            "dataset, or mask them in the loss."
-        )
-
-
 def refuse_more_in_half_precision(layout: Layout) -> None:
     """Raises `UserError` where a lane's gradient has the half precision of its parameters: sums would be rounded in one
     world and not in another.

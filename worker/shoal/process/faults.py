@@ -18,14 +18,15 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from shoal_protos.errors import UserError
 
 POINTS = (
-    "forward", "arrival", "gather", "backward", "fill", "exchange", "mirror", "shape", "vote", "in_vote",
+    "forward", "arrival", "gather", "meet", "backward", "fill", "exchange", "mirror", "shape", "vote", "in_vote",
     "in_vote_to_begin", "optimizer", "hand_out", "after_last", "prepare", "group", "roll_forward", "promote", "opened",
     "begin", "join", "save", "restore",
 )  # fmt: skip
 """Where the training side may be struck, in the order of a step, then of a change of the world.
 
 `arrival`: where a parameter is used that is still being handed out, before it is waited for. `gather`: within the
-forward or the backward, where a unit of sharded parameters has been asked for. `fill`: beside the exchange, where this
+forward or the backward, where a unit of sharded parameters has been asked for. `meet`: the other members of its cell
+wait for it before a backward. `fill`: beside the exchange, where this
 worker sends or receives a slice that is not the first. `mirror`: reduced gradients are here and not yet with their
 mirrors. `shape`: before parts of tensors that are updated whole leave for their homes. `in_vote`: one member has this
 worker's row, or will have if this worker stays, and the others have not (vote.py); `in_vote_to_begin`: likewise, where

@@ -33,7 +33,6 @@ from shoal.guards.loop_guards import (
     PortedLoss,
     check_loss,
     refuse_more_in_half_precision,
-    refuse_skip_of_experts,
 )
 from shoal.state.training_state import TrainingState
 
@@ -244,11 +243,8 @@ class LaneLoop:
 
     def skip(self, state: TrainingState, has_samples: bool = True) -> None:
         """Gives the micro-batch at hand up: it has a gradient of zero, and leaves no trace in buffers and numbers. One
-        without samples is not counted as skipped: it adds nothing to the loss, whose divisor stays. Raises `UserError`
-        where others of a cell train micro-batches of their own with this one.
+        without samples is not counted as skipped: it adds nothing to the loss, whose divisor stays.
         """
-        if has_samples:
-            refuse_skip_of_experts(self._numbers.step)
         self._order.skip(self._where(state))
         state.buffers.undo_micro_batch()
         if has_samples:

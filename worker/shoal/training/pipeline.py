@@ -16,6 +16,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
+from shoal.cells.call import LoopPlace
 from shoal.cells.pipelining import PipelineSchedules
 from shoal.data.seeds import seed_everything
 from shoal.group.group import WorldChanged
@@ -113,31 +114,26 @@ class Pipeline:
             return ()
         place = context.state.layout.part.place
         with context.forward_seed.away():
-            self._enter(schedule, context.config.micro_batch_size * self.micro_batches)
+            samples = context.config.micro_batch_size * self.micro_batches
+            self._schedules.enter(context.world, schedule, context.state.module, samples)
             seed_everything(context.config.seed, context.state.step, *context.loop.place, purpose=f"stage {place}")
             call()
         context.autocast.end()
         return self._losses
 
-    def _enter(self, schedule: Any, samples: int) -> None:
-        """All of the cell are about to make a call of so many samples. Raises `UserError` and `WorldChanged`."""
-        context = self._context
-        assert context.hub is not None
-        context.hub.meet()
-        self._schedules.enter(context.world, schedule, context.state.module, samples)
-
     def evaluate(
         self, call: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], samples: int
     ) -> Evaluated:
         """What a call of a schedule's `eval` makes of a batch of so many samples. Raises `UserError` for any other."""
-        schedule, hub = self._taken(call, "eval"), self._context.hub
+        schedule, context, hub = self._taken(call, "eval"), self._context, self._context.hub
         broken = Evaluated(torch.zeros((), dtype=torch.float64), None)
-        if self._context.world is None or hub is None:
+        if context.world is None or hub is None:
             return broken
         self._losses, self._evaluates = [], True
         try:
             with hub.raising():
-                self._enter(schedule, samples)
+                hub.meet(LoopPlace.EVALUATION)
+                self._schedules.enter(context.world, schedule, context.state.module, samples)
                 output = call(*inputs, **named)
                 loss = torch.tensor(sum(self._losses) / self.micro_batches, dtype=torch.float64)
                 hub.spread_from_last_stage(loss)

@@ -198,7 +198,8 @@ class TrainingLoop:
         if not loop.in_flight:
             loop.check_void(loop.calls.gradient)
             return
-        if self._settles_with_a_change():
+        ends = LoopPlace.BACKWARD_OF_MORE if more else LoopPlace.BACKWARD
+        if self._comes_with_a_change(LoopPlace.RUN if callable(loss) else ends):
             self.backward(loss, more)
             return
         loop.prepare_backward(loss, state, more)
@@ -269,7 +270,7 @@ class TrainingLoop:
         if not loop.in_flight:
             loop.forget_void("engine.skip")
             return False
-        if self._settles_with_a_change():
+        if self._comes_with_a_change(LoopPlace.SKIP):
             return self.skip()
         loop.skip(state)
         return self._end_without_gradient()
@@ -279,7 +280,7 @@ class TrainingLoop:
         loop = self._context.loop
         if not loop.in_flight:
             loop.forget_void("engine.step")
-        elif self._settles_with_a_change():
+        elif self._comes_with_a_change(LoopPlace.SKIP):
             self._pass_over()
         else:
             loop.skip(self._context.state, has_samples=False)
@@ -294,10 +295,16 @@ class TrainingLoop:
                 self._parts.resize.take_part(broken=True)
         return self.end_micro_batch()
 
-    def _settles_with_a_change(self) -> bool:
-        """All that was handed out is here; whether the world has changed meanwhile, which has been taken part in."""
+    def _comes_with_a_change(self, place: LoopPlace) -> bool:
+        """All that was handed out is here, and so are all members of the cell; whether the world has changed meanwhile,
+        which has been taken part in. Raises `UserError` where some are at another place of their loops.
+        """
+        context = self._context
         try:
             self._parts.step.parameters.settle()
+            if context.hub is not None and context.world is not None:
+                context.faults.at("meet", context.state.step + 1)
+                context.hub.meet(place)
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
             return True
