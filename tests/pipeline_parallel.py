@@ -97,6 +97,14 @@ def stages_of(
     return found
 
 
+def without_buffers(hub: CellHub, between: Callable[[], None], _: bool = False) -> Stages:
+    """The same without what places of experts have unlike."""
+    found = stages_of(hub, between)
+    for stage in (stage for place in found.places for stage in place.values()):  # type: ignore[operator]
+        stage.counted = nn.Identity()
+    return found
+
+
 def _built(number: int, count: int, dropout: float, hub: CellHub | None, between: Callable[[], None]) -> Stage:
     return Stage(number, count, dropout, hub, between)
 

@@ -36,6 +36,11 @@ class Shape:
         return self.tensor * self.pipeline * self.context * self.expert
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of `DIMENSIONS`."""
+        return tuple(getattr(self, dimension) for dimension in DIMENSIONS)
+
+    @property
     def coordinates(self) -> range:
         """All places of a cell."""
         return range(self.processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import torch
 from checkpoints import save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew
+from expert_parallel import BOTH as OF_BOTH
+from expert_parallel import EXPERT, EXPERTS
+from expert_parallel import Divided as OfExperts
+from expert_parallel import Whole as WholeOfExperts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
-from pipeline_parallel import PIPELINE, SQUARE, Stage, in_stages
+from pipeline_parallel import OF_EXPERTS, PIPELINE, SQUARE, Stage, in_stages, without_buffers
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.cells.stages import built_stages
@@ -120,18 +125,66 @@ def test_a_checkpoint_of_a_pipeline_is_exported_with_all_stages(shape: Shape, tm
     assert all(one["exp_avg"].shape == expected[name].shape for name, one in states.items())
 
 
-def test_a_job_of_a_pipeline_exports_by_its_checkpoint(tmp_path: Path) -> None:
-    seen: list[str] = []
+@holds("An export of a job of cells has the whole")
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [
+        (PIPELINE, 1),
+        (EXPERT, 2),
+        pytest.param(SQUARE, 3, marks=check("with parts besides")),
+        pytest.param(OF_BOTH, 3, marks=check("with parts besides")),
+        pytest.param(OF_EXPERTS, 1, marks=check("as of a pipeline alone")),
+    ],
+    ids=str,
+)
+def test_a_job_exports_the_very_file_that_is_exported_of_its_checkpoint(
+    shape: Shape, stage: int, tmp_path: Path
+) -> None:
+    """Stages, parts and experts that other processes have, and buffers of stages."""
 
     def after(engine: Engine) -> None:
-        with pytest.raises(UserError) as refusal:
-            engine.export(tmp_path / "model.safetensors")
-        seen.append(str(refusal.value))
+        engine.export(tmp_path / "job.safetensors")
 
-    with crew_of("ab", in_stages(CellTask({"max_steps": 1}, shape=PIPELINE, after=after))) as crew:
+    shoal = {"checkpoint": {"path": str(tmp_path / "saved"), "every_steps": STEP}}
+    task = CellTask({"max_steps": STEP, "stage": stage, "shoal": shoal}, shape=shape, model=OfExperts, after=after)
+    if shape.pipeline > 1:
+        task = in_stages(task) if shape.expert == 1 else replace(in_stages(task), model=without_buffers)
+    with crew_of("abcdefgh"[: shape.processes], task) as crew:
         crew.finish()
-    assert len(seen) == 2
-    assert all("save a checkpoint, and export that by `shoal export`" in one for one in seen)
+    found = at(str(next((tmp_path / "saved").glob("step-*"))), print)
+    export(found.reader(), tmp_path / "model.safetensors", None)
+    assert (tmp_path / "job.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+@rule(
+    "An export of experts that places of a cell divide has each under its number among the experts of all places",
+    "Cells",
+    broken_by=[
+        Edit("shoal.core.cuts", "place * self.of_place + self.number(name)", "self.number(name) * 2 + place"),
+        Edit("shoal.cells.marks", "if names and all(one in of_experts for one in names):", "if names:"),
+    ],
+)
+@pytest.mark.parametrize("shape", [EXPERT, pytest.param(OF_BOTH, marks=check("with parts besides"))], ids=str)
+def test_a_checkpoint_of_divided_experts_is_exported_as_the_model_of_one_process(shape: Shape, tmp_path: Path) -> None:
+    shoal = {"checkpoint": {"path": str(tmp_path), "every_steps": STEP}}
+    workers = "abcd"[: shape.processes]
+    with crew_of(workers, CellTask({"max_steps": STEP, "shoal": shoal}, shape=shape, model=OfExperts)) as crew:
+        crew.finish()
+        there = [crew.workers[name].engine.module.state_dict() for name in workers]
+    reader = at(str(next(tmp_path.glob(f"step-{STEP:012d}-*"))), print).reader()
+    export(reader, tmp_path / "model.safetensors", None)
+    found, whole, here = load_file(tmp_path / "model.safetensors"), WholeOfExperts(), EXPERTS // shape.expert
+    whole.load_state_dict(found)
+    for name, value in found.items():
+        start, _, rest = name.partition("deepspeed_experts.")
+        number, _, rest = rest.partition(".")
+        place, number = divmod(int(number or 0), here)
+        local = f"{start}deepspeed_experts.{number}.{rest}" if rest else name
+        parts = [part[local] for part in there[place * shape.tensor :][: shape.tensor]]
+        dim = CUT.get(name.rpartition(".")[2])
+        assert torch.equal(value, parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)), name
+    export_dcp(reader, tmp_path / "folder", None)
+    assert open_model(tmp_path / "folder").states.keys() == {name for name, _ in whole.named_parameters()}
 
 
 @holds("An export of a job of cells has the whole")

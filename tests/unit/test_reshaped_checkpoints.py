@@ -18,6 +18,7 @@ from checkpoints import fresh, save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from kept_values import EightBit
 from pipeline_parallel import PIPELINE, SQUARE, Fixed, in_stages, loss_of, stages_of
+from reshaped_jobs import found_in, reshaped, there_and_back
 from rule import Edit, rule
 from shoal.blocks.flat import lay_out_model, trainable
 from shoal.cells.hub import CellHub
@@ -25,9 +26,10 @@ from shoal.cells.marks import sharded
 from shoal.cells.stages import built_stages
 from shoal.checkpoint import snapshot
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.catalogue import Found, at, resolve
+from shoal.checkpoint.catalogue import at
 from shoal.checkpoint.fingerprint import verify
-from shoal.checkpoint.reshaping import in_shape, reshape
+from shoal.checkpoint.other_shape import in_shape
+from shoal.checkpoint.reshaping import reshape
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.cell_part import CellPart
@@ -51,19 +53,6 @@ def task_of(shape: Shape, max_steps: int = 6, losses: list[float] | None = None,
             losses.append(engine.loss)
 
     return CellTask({"max_steps": max_steps, "shoal": {"checkpoint": checkpoint}}, shape=shape, body=body)
-
-
-def found_in(place: Path) -> Found:
-    found = resolve(None, str(place), print)
-    assert found is not None
-    return found
-
-
-def reshaped(old: Path, new: Path, shape: Shape) -> str:
-    """By the command; the fingerprint of what it has made."""
-    sizes = ("--tensor", shape.tensor, "--context", shape.context, "--pipeline", shape.pipeline)
-    assert main(["reshape", str(old), str(new), *map(str, sizes)]) == 0
-    return verify(found_in(new).reader()).fingerprint
 
 
 @rule(
@@ -91,20 +80,6 @@ def test_a_job_goes_on_in_another_shape_and_back_in_the_first_one(before: Shape,
     assert rest == pytest.approx(whole[STEP:], abs=1e-5)
     with crew_of(WORKERS[before], task_of(before, path=str(back))) as crew:
         assert crew.finish() == undisturbed
-
-
-def there_and_back(task: CellTask, after: Shape, place: Path) -> None:
-    """`task`: saves in its last step."""
-    old = {"checkpoint": {"path": str(place / "old"), "every_steps": task.options["max_steps"]}}
-    task = replace(task, options=task.options | {"shoal": task.options.get("shoal", {}) | old})
-    with crew_of("abcdefgh"[: task.shape.processes], task) as crew:
-        fingerprint = crew.finish()
-    reshaped(place / "old", place / "new", after)
-    assert reshaped(place / "new", place / "back", task.shape) == fingerprint
-    old, back = (found_in(place / name).manifest for name in ("old", "back"))
-    assert old.layout == back.layout
-    same = ("step", "groups", "scheduler", "states", "missed", "record", "data", "last_step", "given", "job", "run")
-    assert all(getattr(old, name) == getattr(back, name) for name in same)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,10 @@ def reshape(
     tensor: Places = 1,
     context: Places = 1,
     pipeline: Places = 1,
+    expert: Places = 1,
 ) -> None:
     """Make a checkpoint for cells of another shape from one of a job."""
-    sizes = {"--tensor": tensor, "--context": context, "--pipeline": pipeline}
+    sizes = {"--tensor": tensor, "--context": context, "--pipeline": pipeline, "--expert": expert}
     become("reshape", old, new, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 

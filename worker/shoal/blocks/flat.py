@@ -146,7 +146,7 @@ def _marked(registered: Sequence[Trainable], part: CellPart) -> list[Trainable]:
     return [
         replace(one, division=Division(one.name in part.of_expert, one.name in part.own),
                 summed=one.name in part.summed or one.name in part.ties, cut=part.cuts.get(one.name),
-                adds=one.name in part.adding, order=order, tie=part.ties.get(one.name))
+                adds=one.name in part.adding, order=order, tie=part.ties.get(one.name), dealt=part.dealt.get(one.name))
         for order, one in enumerate(registered)
     ]  # fmt: skip
 

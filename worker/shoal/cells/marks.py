@@ -9,7 +9,7 @@ The engine asks `marks` once, when it takes a module over; it works on the parts
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -18,6 +18,7 @@ from shoal_protos.shape import DIMENSIONS, Shape
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from shoal.core.cuts import Dealt
 from shoal.core.layout import Layout
 from shoal.core.ties import Tie, TiedParameter, ties_of
 from shoal.core.units import plain_name
@@ -42,6 +43,9 @@ class Mark:
     """Pieces that a place has of each of its cuts, as Megatron's fused layers interleave them."""
     of_expert: bool = False
     """Whether it is an expert's, which no other place of the experts has."""
+    dealt: Dealt | None = None
+    """Of one that is an expert's, or would be with more places of `expert`: where its number is; None: nothing says it.
+    """
 
 
 COMMON = Mark()
@@ -50,14 +54,16 @@ COMMON = Mark()
 # ---- given by scripts
 
 
-def sharded(parameter: AnyTensor, *, dim: int = 0, over: str = "tensor") -> AnyTensor:
-    """Marks a parameter of which each place of a dimension has a part of its own, cut along `dim`. Returns it. Raises
-    `UserError`.
+def sharded(parameter: AnyTensor, *, dim: int | None = None, over: str = "tensor") -> AnyTensor:
+    """Marks a parameter of which each place of a dimension has a part of its own, cut along `dim`, or 0. Over `expert`
+    without `dim` it is one expert's, whose number in a `ModuleList` of experts is a part of its name. Returns it.
+    Raises `UserError`.
     """
     _check(parameter, over)
-    if not -parameter.dim() <= dim < max(parameter.dim(), 1):
+    if dim is not None and not -parameter.dim() <= dim < max(parameter.dim(), 1):
         raise UserError(f"shoal.sharded is given dim {dim} of a parameter of shape {tuple(parameter.shape)}.")
-    _keep(parameter, over, Mark(True, dim=dim % max(parameter.dim(), 1)))
+    along = (-1 if over == "expert" else 0) if dim is None else dim % max(parameter.dim(), 1)
+    _keep(parameter, over, Mark(True, dim=along))
     return parameter
 
 
@@ -100,8 +106,32 @@ def marks(module: nn.Module, shape: Shape, coordinate: int) -> dict[str, Mark]:
     """What each parameter is, by all names that it has; where the dimension has one place, what it would be with more.
     `coordinate`: of this process. Raises `UserError` for one that cannot be divided so.
     """
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: _mark(name, parameter, shape, coordinate) for name, parameter in named}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: _mark(name, parameter, shape, coordinate) for name, parameter in named.items()}
+    lists = _lists_of_experts(module, {name for name, mark in found.items() if mark.dealt is not None})
+    return {name: replace(mark, dealt=_numbered(name, mark.dealt, lists)) for name, mark in found.items()}
+
+
+def _lists_of_experts(module: nn.Module, of_experts: Collection[str]) -> dict[str, int]:
+    """What names of their parameters begin with, outer lists first, and how many experts each has."""
+    found: dict[str, int] = {}
+    for name, part in module.named_modules() if of_experts else ():
+        start = f"{name}." if name else ""
+        if isinstance(part, nn.ModuleList | nn.ParameterList) and len(part) > 0:
+            names = [f"{start}{one}" for one, _ in part.named_parameters(remove_duplicate=False)]
+            if names and all(one in of_experts for one in names):
+                found[start] = len(part)
+    return found
+
+
+def _numbered(name: str, dealt: Dealt | None, lists: Mapping[str, int]) -> Dealt | None:
+    """Of one that is of an expert in a list."""
+    if dealt is None or not dealt.is_named:
+        return dealt
+    start = next((start for start in lists if name.startswith(start)), None)
+    if start is None:
+        return None
+    return dealt._replace(level=plain_name(name[len(start) :]).count("."), of_place=lists[start])
 
 
 def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
@@ -113,8 +143,10 @@ def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
                 "a part of its own in the dimensions tensor and expert only."
             )
     found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(parameter, given)
-    is_experts = getattr(parameter, "allreduce", True) is False or given.get("expert", COMMON).is_own
-    return replace(found, of_expert=True) if is_experts and shape.expert > 1 else found
+    of_expert = given.get("expert", COMMON)
+    if not of_expert.is_own and getattr(parameter, "allreduce", True) is not False:
+        return found
+    return replace(found, of_expert=shape.expert > 1, dealt=Dealt(of_expert.dim))
 
 
 def _marked(parameter: Tensor, given: dict[str, Mark]) -> Mark:

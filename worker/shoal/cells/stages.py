@@ -32,6 +32,11 @@ class Stages(nn.ModuleDict):
         super().__init__(_numbered(everywhere[place], place, places))
 
 
+def places_of(model: nn.Module) -> list[nn.Module]:
+    """What each place of a pipeline has of a model; without one, the model."""
+    return list(model.places) if isinstance(model, Stages) else [model]
+
+
 def _numbered(stages: list[nn.Module], place: int, places: int) -> dict[str, nn.Module]:
     return {str(place + places * turn): stage for turn, stage in enumerate(stages)}
 

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("reshape", help="make a checkpoint for cells of another shape")
     command.add_argument("old", metavar="OLD")
     command.add_argument("new", metavar="NEW")
-    for dimension in ("tensor", "context", "pipeline"):
+    for dimension in ("tensor", "context", "pipeline", "expert"):
         command.add_argument(f"--{dimension}", metavar="N", type=int, default=1, help="processes of a cell in it")
     command.set_defaults(run=_reshape)
     return parser
@@ -154,7 +154,7 @@ def _import(given: argparse.Namespace) -> int:
 
 
 def _reshape(given: argparse.Namespace) -> int:
-    shape, storage = Shape(given.tensor, given.pipeline, given.context), open_storage(given.new)
+    shape, storage = Shape(given.tensor, given.pipeline, given.context, given.expert), open_storage(given.new)
     made = reshape(_newest(given.old), storage, shape)
     of = f"cells of {shape.processes} processes ({shape})" if shape.processes > 1 else str(shape)
     _print(f"{storage.url}/{made.name.folder}: step {made.name.step}, {of}, valid, fingerprint {made.fingerprint}")

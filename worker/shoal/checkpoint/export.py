@@ -138,11 +138,14 @@ def _cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _groups(manifest: Manifest) -> list[dict[str, Any]]:
-    """Hyper-parameters, and the names of each group's parameters in the order of the model."""
+    """Hyper-parameters, and the names of each group's parameters in the order of the model; of experts, those of one
+    number on all places follow each other.
+    """
     groups = [{**decode(group, {}), "params": []} for group in manifest.groups]
     for buckets in reversed(manifest.blocks.by_stage):
         for bucket in buckets:
-            groups[bucket.group]["params"] += [slot.parameter.name for slot in bucket.slots]
+            for slot in bucket.slots:
+                groups[bucket.group]["params"] += slot.parameter.whole_names(manifest.layout.experts)[::-1]
     for group in groups:
         group["params"].reverse()  # a layout has the parameters of a stage in reverse registration order
     return groups

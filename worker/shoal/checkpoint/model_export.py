@@ -6,7 +6,7 @@ So the whole model need not be in memory for it: where parameters are sharded th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shoal_protos.errors import UserError
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.cells.marks import is_divided, local_of
 from shoal.checkpoint.failure import ExportFailed
+from shoal.checkpoint.named import Known
 from shoal.core.container import CODES, Region, header
-from shoal.core.layout import Layout
 from shoal.core.units import named_state
 from shoal.process.host_memory import tensor_bytes
 
@@ -24,24 +24,33 @@ Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 """The same tensors one after the other, each with its values until the next is asked for."""
 
 
-def export(module: nn.Module, path: Path, reading: Reading = iter, layout: Layout | None = None) -> None:
+def export(module: nn.Module, path: Path, reading: Reading = iter) -> None:
     """Atomic: the file is whole or not there. Tied tensors are written once; the metadata maps their other names.
-    `layout`: of the module where a cell's processes have parts of it, which `reading` joins.
 
     Raises `ExportFailed` where the place cannot be written, and what `reading` raises.
     """
     tensors, tied = _tensors(module)
+    known = {name: Known(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    write(path, known, tied, reading(list(tensors.values())))
+
+
+def write(
+    path: Path,
+    known: Mapping[str, Known],
+    tied: Mapping[str, str],
+    tensors: Iterable[Tensor],  # each of its own shape, in the order of `known`
+) -> None:
+    """The same of these tensors. `tied`: other names of some."""
     regions, at = list[Region](), 0
-    shapes = layout.whole_shapes if layout is not None else {}
-    for name, value in tensors.items():
-        regions.append(Region(name, value.dtype, shapes.get(name, tuple(value.shape)), at))
+    for name, one in known.items():
+        regions.append(Region(name, one.dtype, one.shape, at))
         at += regions[-1].bytes
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("wb") as file:
             file.write(header(regions, {"format": "pt", **tied}))
-            file.writelines(_contents(reading(list(tensors.values()))))
+            file.writelines(_contents(tensors))
         beside.replace(path)
     except OSError as error:
         raise ExportFailed(

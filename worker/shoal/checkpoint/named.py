@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from shoal_protos.errors import UserError
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import views
 from shoal.blocks.loaded_state import AVERAGE, MASTER
+from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
@@ -38,10 +40,7 @@ class Known:
 
 def names(manifest: Manifest) -> dict[str, Known]:
     """All tensors of the model, of all stages: trained parameters, frozen ones, persistent buffers."""
-    found = {
-        slot.parameter.name: Known(slot.parameter.whole_shape(manifest.blocks.part.parts), slot.parameter.dtype)
-        for slot in slots_of_all_stages(manifest.blocks)
-    }
+    found = {name: Known(shape, dtype) for name, shape, dtype in manifest.blocks.wholes()}
     beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
     for name in manifest.buffers:
         places = (buffer_tensor(name, coordinate) for coordinate in range(manifest.layout.coordinates))
@@ -66,24 +65,18 @@ def tensors(reader: Reader, exact: bool = False, averaged: bool = False) -> Iter
     averages, which there are, in the wide dtype of the bucket. Raises `UserError` where the parts of a cell do not make
     a whole.
     """
-    for stage, bucket in _buckets(reader):
+    for stage, bucket in reader.manifest.blocks.of_stages():
         flats = [_flat(one, bucket, exact, averaged) for one in _with_parts(reader, stage, bucket)]
         for slot, *parts in zip(bucket.slots, *(views(bucket, flat) for flat in flats), strict=True):
-            yield slot.parameter.name, slot.parameter.joined(parts)
+            experts = reader.blocks.part.experts
+            yield from zip(slot.parameter.whole_names(experts), slot.parameter.joined(parts, experts), strict=True)
     yield from reader.frozen().items()
     yield from _buffers(reader).items()
 
 
-def _buckets(reader: Reader) -> Iterator[tuple[int, Bucket]]:
-    """Those of all stages of a pipeline, each with the number of its stage."""
-    return ((stage, one) for stage, buckets in enumerate(reader.manifest.blocks.by_stage) for one in buckets)
-
-
 def _with_parts(reader: Reader, stage: int, bucket: Bucket) -> list[Reader]:
     """As those coordinates see it that together have the whole of a bucket."""
-    part = reader.manifest.blocks.part
-    first = part.of_stage * stage
-    coordinates = range(first, first + part.pieces(bucket.division))
+    coordinates = reader.manifest.blocks.part.firsts(stage, bucket.division)
     return [reader.at(one) if one != reader.coordinate else reader for one in coordinates]
 
 
@@ -100,11 +93,8 @@ def _buffers(reader: Reader) -> dict[str, Tensor]:
 def check_cuts(layout: Layout, of: str) -> None:
     """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
     slots = [slot.parameter for slot in slots_of_all_stages(layout)]
-    if expert := next((one.name for one in slots if one.division.by_expert), ""):
-        raise UserError(
-            f'cannot export {of}: each place of the experts has some of them, as parameter "{expert}" is of one, and '
-            "they are not joined yet; let the script of each place save its part."
-        )
+    if expert := next((one.name for one in slots if one.division.by_expert and one.dealt is None), ""):
+        raise UserError(f"cannot export {of}: {without_number(expert)}")
     if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
         raise UserError(f"cannot export {of}: {without_cut(uncut)}")
 
@@ -114,6 +104,15 @@ def without_cut(name: str) -> str:
     return (
         f'each process of a cell has a part of parameter "{name}", and nothing says along which dimension it is cut; '
         "mark it by shoal.sharded(parameter, dim=…) and save anew."
+    )
+
+
+def without_number(name: str) -> str:
+    """Why an expert's parameter is none of the whole model, and what to do."""
+    return (
+        f'each place of the experts has parameter "{name}" of its own, and nothing says which experts it is of; keep '
+        'experts in a ModuleList that has nothing else, or mark it by shoal.sharded(parameter, over="expert", dim=…), '
+        "and save anew."
     )
 
 
@@ -158,19 +157,20 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """
     classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
-    for stage, bucket in _buckets(reader):
+    for stage, bucket in reader.manifest.blocks.of_stages():
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
         parts = [_state_of(one, bucket) for one in _with_parts(reader, stage, bucket)]
         for slot, its in zip(bucket.slots, missed, strict=False):  # of this bucket
             first, stop = slot.start, slot.start + slot.parameter.elements
-            yield (
-                slot.parameter.name,
-                {
-                    key: flat - its.updates if flat.dim() == 0
-                    else slot.parameter.joined([one[key][first:stop].view(slot.parameter.shape) for one in parts])
-                    for key, flat in (parts[0] if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}).items()
-                },
-            )  # fmt: skip
+            experts = reader.blocks.part.experts
+            shared = parts[0] if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}
+            found: list[dict[str, Tensor]] = [{} for _ in slot.parameter.whole_names(experts)]
+            for key, flat in shared.items():
+                own = [one[key][first:stop].view(slot.parameter.shape) for one in parts] if flat.dim() else []
+                joined = slot.parameter.joined(own, experts) if own else [flat - its.updates] * len(found)
+                for state, value in zip(found, joined, strict=True):
+                    state[key] = value
+            yield from zip(slot.parameter.whole_names(experts), found, strict=True)
 
 
 def _state_of(reader: Reader, bucket: Bucket) -> dict[str, Tensor]:
@@ -191,10 +191,12 @@ def _state_of(reader: Reader, bucket: Bucket) -> dict[str, Tensor]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other names of parameters and persistent buffers → the first name of the same tensor."""
+    """Other names of parameters and persistent buffers, of all stages of a pipeline → the first name of the same
+    tensor.
+    """
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, tensor in named_state(module):
+    for name, tensor in chain.from_iterable(map(named_state, places_of(module))):
         if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied

@@ -1,9 +1,8 @@
 """A checkpoint of cells of one shape as one of another: `shoal reshape OLD NEW`.
 
-Weights, masters, averages and all state of the optimizer that is one value an element go along, cut anew. The new
-layout is made by the rules of core/layout.py from what the old one says of each parameter: its place in the order of
-registration, its unit, and how it is cut. So a shape and back is the very checkpoint again. All is read and written
-part by part; what is read is verified on the way, what was written afterwards. Called by `python -m shoal.checkpoint`.
+Weights, masters, averages and all state of the optimizer that is one value an element go along, cut and dealt anew
+(other_shape.py has the layout). All is read and written part by part; what is read is verified on the way, what was
+written afterwards. Called by `python -m shoal.checkpoint`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shoal.checkpoint import snapshot
 from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
-from shoal.checkpoint.named import without_cut
+from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, lists_of_experts, place_of
 from shoal.checkpoint.reader import Reader, are_alike
 from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
@@ -35,11 +34,9 @@ from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.cell_part import CellPart, Division
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
-from shoal.core.cuts import Divided
-from shoal.core.laying_out import lay_out
-from shoal.core.layout import Bucket, Layout, Trainable, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
-from shoal.core.misses import Misses, MissRun
+from shoal.core.misses import Missed, Misses, MissRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
     layout = in_shape(old.blocks, shape, where)
     _check_ties(old, layout, where)
     source = _Source(found, layout)
-    buffers = _buffers(old, layout, where)
+    buffers, missed = _buffers(old, layout, where), _missed(old, layout, where)
     if storage.list():
         raise UserError(f"cannot reshape {where} to {storage.url}: something is there already; name a new folder.")
     source.check()
@@ -80,7 +77,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         ]
         known = {field: getattr(old, field) for field in Manifest.model_fields}
         draft = Manifest(**known | {
-            "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": _missed(old, layout),
+            "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": missed,
             "frozen": _frozen(found, storage, incarnation), "files": (),
             "evaluating": old.evaluating if layout.part.stages == old.layout.stages else None,
         })  # fmt: skip
@@ -90,64 +87,6 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         with suppress(StorageFailed):  # the first error is the one to be told
             delete(storage, name.folder)
         raise
-
-
-# ---- the layout
-
-
-def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
-    """The layout of the same model in cells of that shape, at coordinate 0. Raises `UserError`."""
-    part = layout.part
-    parameters = [
-        sorted((slot.parameter for bucket in of_stage for slot in bucket.slots), key=lambda one: one.order)
-        for of_stage in layout.by_stage
-    ]
-    if part.experts > 1:
-        raise UserError(
-            f"cannot reshape {where}: experts that {part.experts} places of a cell divide are not dealt anew yet; go "
-            "on in the shape that it has."
-        )
-    if any(one.order < 0 for one in chain.from_iterable(parameters)):
-        raise UserError(
-            f"cannot reshape {where}: it does not say in which order its model has its parameters, as it is of an "
-            "earlier version of Shoal; let a job of this one go on from it, and save anew."
-        )
-    if (part.parts, part.contexts, part.stages) == (shape.tensor, shape.context, shape.pipeline):
-        raise UserError(f"cannot reshape {where}: it is of the shape {shape} already.")
-    if part.stages != shape.pipeline:
-        _check_stages(part, shape, where)
-    cut = [one for one in chain.from_iterable(parameters) if one.cut is not None]
-    if shape.tensor > 1 and not cut:
-        raise UserError(
-            f"cannot reshape {where}: it says of no parameter how places of `tensor` divide it; mark those that they "
-            "do (DTensor, tensor_model_parallel, shoal.sharded) in the script that saves, and save anew."
-        )
-    for one in chain.from_iterable(parameters):
-        _check(one, part.parts, shape.tensor, where)
-    again = _laid_out(parameters, part)
-    if again.text() != layout.text():
-        raise UserError(
-            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; "
-            "where stages tie some by shoal.tied, go on in the shape that it has, else let a job of this version go on "
-            "from it, and save anew."
-        )
-    stages = parameters if part.stages == shape.pipeline else _at_places(parameters, shape.pipeline)
-    there = replace(part, coordinates=shape.processes, contexts=shape.context, stages=shape.pipeline)
-    return _laid_out([[_in_shape(one, part.parts, shape) for one in of_stage] for of_stage in stages], there)
-
-
-def _check_stages(part: CellPart, shape: Shape, where: str) -> None:
-    """Raises `UserError` where the stages of the model cannot be at so many places."""
-    if not part.numbered:
-        raise UserError(
-            f"cannot reshape {where}: it does not say on which of {shape.pipeline} stages of a pipeline a parameter "
-            f"would be, as its model was not made by cell.stages; give --pipeline {part.stages}, as it is."
-        )
-    if part.numbered % shape.pipeline:
-        raise UserError(
-            f"cannot reshape {where}: its model is of {part.numbered} stages, which do not divide among "
-            f"{shape.pipeline} places of a pipeline."
-        )
 
 
 def _check_ties(old: Manifest, layout: Layout, where: str) -> None:
@@ -161,67 +100,6 @@ def _check_ties(old: Manifest, layout: Layout, where: str) -> None:
             )
 
 
-def number_of(name: str) -> int:
-    """Of the stage that a parameter or buffer of numbered stages is of (cells/stages.py)."""
-    number = name.partition(".")[0]
-    return int(number) if number.isdecimal() else 0
-
-
-def place_of(name: str, places: int) -> int:
-    """Its place of a pipeline."""
-    return number_of(name) % places
-
-
-def _at_places(parameters: Sequence[Sequence[Trainable]], places: int) -> list[list[Trainable]]:
-    """The parameters of numbered stages, by place of a pipeline in their order there.
-
-    Their units are numbered anew: those with even numbers are left over between others (core/units.py), so where one
-    stage ends with such and the next begins with such, they are one.
-    """
-    found: list[list[Trainable]] = [[] for _ in range(places)]
-    latest: dict[int, Trainable] = {}
-    ordered = sorted(chain.from_iterable(parameters), key=lambda one: (number_of(one.name), one.order))
-    for one in ordered:
-        place = place_of(one.name, places)
-        unit, before = one.unit % 2, latest.get(place)
-        if before is not None:
-            are_of_one = number_of(before.name) == number_of(one.name)
-            is_same = before.unit == one.unit if are_of_one else before.unit % 2 == one.unit % 2 == 0
-            unit = found[place][-1].unit if is_same else found[place][-1].unit + 2 - (before.unit + one.unit) % 2
-        latest[place] = one
-        found[place].append(replace(one, order=len(found[place]), unit=unit))
-    return found
-
-
-def _check(one: Trainable, parts: int, tensor: int, where: str) -> None:
-    """Raises `UserError` for a parameter that cannot be divided so."""
-    if one.own and one.cut is None:
-        raise UserError(f"cannot reshape {where}: {without_cut(one.name)}")
-    whole = one.whole_shape(parts)
-    if one.cut is not None and not one.cut.divides(whole, tensor):
-        stride = f" with {one.cut.stride} pieces each" if one.cut.stride > 1 else ""
-        raise UserError(
-            f'cannot reshape {where}: parameter "{one.name}" of shape {whole} is cut along dimension {one.cut.dim}, '
-            f"whose {whole[one.cut.dim]} do not divide into {tensor} equal parts{stride}."
-        )
-
-
-def _in_shape(one: Trainable, parts: int, shape: Shape) -> Trainable:
-    whole = one.whole_shape(parts)
-    division = Division(by_tensor=one.cut is not None and shape.tensor > 1)
-    of_part = one.cut.part_shape(whole, shape.tensor) if one.cut is not None else whole
-    return replace(one, shape=of_part, division=division)
-
-
-def _laid_out(stages: Sequence[Sequence[Trainable]], cell: CellPart) -> Layout:
-    """Of the parameters of each stage in such cells, in their order, whose shapes are theirs there."""
-    own = frozenset(one.name for one in chain.from_iterable(stages) if one.own)
-    part = replace(cell, own=own, adding=frozenset(one.name for one in chain.from_iterable(stages) if one.adds))
-    summed = part.summed_of(one.name for one in chain.from_iterable(stages) if one.wrapped)
-    marked = [[replace(one, summed=one.name in summed) for one in of_stage] for of_stage in stages]
-    return lay_out(marked[0], part=part, stages=marked if part.stages > 1 else ())
-
-
 # ---- values
 
 
@@ -231,7 +109,8 @@ class _Source:
     def __init__(self, found: Found, layout: Layout) -> None:
         """Raises `UserError` where they have state that cannot be cut anew."""
         self._reader, self._layout, self._readers = found.reader(), layout, dict[int, Reader]()
-        self._where, self._parts = found.path, found.manifest.blocks.part.parts
+        self._where, self._there = found.path, found.manifest.blocks.part
+        self._names = OldNames(found.manifest.blocks, layout)
         self._places = {
             slot.parameter.name: (stage, bucket, slot)
             for stage, buckets in enumerate(found.manifest.blocks.by_stage)
@@ -242,7 +121,7 @@ class _Source:
         """By stage and bucket."""
         for file in found.manifest.files:
             for piece in file.pieces:
-                self._pieces[file.coordinate // found.manifest.blocks.part.of_stage, piece.bucket].append(piece)
+                self._pieces[file.coordinate // self._there.of_stage, piece.bucket].append(piece)
         for piece in chain.from_iterable(self._pieces.values()):
             self._check_elementwise(piece)
         for bucket in chain.from_iterable(layout.by_stage):
@@ -259,7 +138,7 @@ class _Source:
 
     def _check_alike(self, bucket: Bucket) -> None:
         """Parameters of one bucket have state of one kind, with the same numbers."""
-        names = [slot.parameter.name for slot in bucket.slots]
+        names = [old for slot in bucket.slots for old in self._names.all_of(slot.parameter.name)]
         (first, like), *others = {self._of(name): name for name in names}.items()
         for name, piece in ((name, piece) for of, name in ((first, like), *others) for piece in self._pieces[of]):
             if not are_alike(piece, self._pieces[first][0]):
@@ -281,7 +160,7 @@ class _Source:
     def check(self) -> None:
         """What no value is made of, and must be what was written all the same. Raises `CheckpointDamaged`."""
         self._reader.check_heads()
-        for coordinate in range(self._reader.blocks.part.coordinates):
+        for coordinate in range(self._there.coordinates):
             self._reader.at(coordinate).check_shared_numbers()
 
     def content(self, coordinate: int, small: Small) -> MadeContent:
@@ -290,29 +169,28 @@ class _Source:
         buckets = [one for one in layout.buckets if layout.part.is_first(one.division)]
 
         def kinds(bucket: Bucket) -> Mapping[str, Kind]:
-            return self._state(bucket.slots[0].parameter.name)
+            return self._state(self._names.all_of(bucket.slots[0].parameter.name)[0])
 
         return made_content(layout, buckets, kinds, partial(self._part, layout.part), small)
 
     def _part(self, part: CellPart, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
         """Elements of what a place has of a parameter, or of its state, or the one number that they share."""
-        stage, bucket, slot = self._places[name]
-        dtype, is_number = self._state(name)[key] if key != PARAMETERS else (bucket.dtype, False)
-        cut, place = slot.parameter.cut, part.coordinate % part.parts
+        place, old = self._names.of(name, part.piece(Division(by_expert=True)))
+        stage, bucket, slot = self._places[old]
+        dtype, is_number = self._state(old)[key] if key != PARAMETERS else (bucket.dtype, False)
 
-        def read(source: int, start: int, stop: int) -> Tensor:  # (stop - start,), or ()
-            return self._reader_of(stage, source).of_slot(bucket, slot, start, stop, key)
+        def read(expert: int, tensor: int, start: int, stop: int) -> Tensor:  # (stop - start,), or ()
+            return self._reader_of(stage, expert, tensor).of_slot(bucket, slot, start, stop, key)
 
-        if is_number or cut is None or self._parts == part.parts:
-            return read(0 if is_number or cut is None else place, first, last)
-        values, whole = torch.empty(last - first, dtype=dtype), slot.parameter.whole_shape(self._parts)
-        divided = Divided(place, part.parts, self._parts)
-        cut.taken(read, whole, divided, first, values, snapshot.PART_BYTES // dtype.itemsize)
-        return values
+        if is_number:
+            return read(place, 0, first, last)
+        recut = Recut(slot.parameter, self._there, place, part, snapshot.PART_BYTES // dtype.itemsize)
+        return recut.taken(read, first, torch.empty(last - first, dtype=dtype))
 
-    def _reader_of(self, stage: int, place: int) -> Reader:
+    def _reader_of(self, stage: int, expert: int, tensor: int) -> Reader:
         """As the first coordinate sees it that has such a part of a stage."""
-        coordinate = stage * self._reader.blocks.part.of_stage + place
+        there = self._there
+        coordinate = stage * there.of_stage + expert * there.contexts * there.parts + tensor
         if coordinate not in self._readers:
             self._readers[coordinate] = self._reader.at(coordinate)
         return self._readers[coordinate]
@@ -321,11 +199,22 @@ class _Source:
 # ---- beside the blocks
 
 
-def _missed(old: Manifest, layout: Layout) -> tuple[MissRun, ...]:
-    """In the order of the new layout."""
-    of = Misses.from_runs(old.blocks, old.missed).of
-    by_name = dict(zip((slot.parameter.name for slot in slots_of_all_stages(old.blocks)), of, strict=True))
-    return Misses(tuple(by_name[slot.parameter.name] for slot in slots_of_all_stages(layout))).runs()
+def _missed(old: Manifest, layout: Layout, where: str) -> tuple[MissRun, ...]:
+    """In the order of the new layout. Raises `UserError` where parameters that become one have missed others."""
+    by_name = dict(zip(
+        (slot.parameter.name for slot in slots_of_all_stages(old.blocks)),
+        Misses.from_runs(old.blocks, old.missed).of, strict=True,
+    ))  # fmt: skip
+    names, found = OldNames(old.blocks, layout), list[Missed]()
+    for slot in slots_of_all_stages(layout):
+        olds = names.all_of(slot.parameter.name)
+        if other := next((one for one in olds if by_name[one] != by_name[olds[0]]), None):
+            raise UserError(
+                f'cannot reshape {where}: parameters "{olds[0]}" and "{other}" have missed different numbers of '
+                "updates, and the new shape has both under one name; go on in the shape that it has."
+            )
+        found.append(by_name[olds[0]])
+    return Misses(tuple(found)).runs()
 
 
 Buffers = Mapping[tuple[str, int], str]
@@ -335,7 +224,13 @@ Buffers = Mapping[tuple[str, int], str]
 def _buffers(old: Manifest, layout: Layout, where: str) -> Buffers:
     """For every coordinate of the new shape. Raises `UserError` for one that processes of a stage have not alike."""
     found, there, here = {}, old.blocks.part, layout.part
+    lists = lists_of_experts(old.blocks) if there.experts != here.experts else ()
     for name, stage in product(old.buffers, range(there.stages)):
+        if any(name.startswith(start) for start in lists):
+            raise UserError(
+                f'cannot reshape {where}: buffer "{name}" is one of an expert, which is not dealt anew; make it one '
+                "that is not persistent."
+            )
         mates = replace(there, coordinate=stage * there.of_stage).mates
         if not any(buffer_tensor(name, one) in old.tensors for one in mates):
             continue  # of another stage

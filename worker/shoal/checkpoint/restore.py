@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import DIMENSIONS
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -64,14 +65,9 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} holds a model of one process; taking its tensors is not supported yet where a cell has several "
             "processes. Let the script load it before it cuts its parameters."
         )
-    if there != here and max(saved.experts, part.experts) > 1:
-        raise UserError(
-            f"{where} is of {there}, and this job's lanes are trained by {here}; experts that places of a cell divide "
-            "are not dealt anew yet: go on in the shape that it has."
-        )
     if there != here:
-        sizes = {"tensor": part.parts, "context": part.contexts, "pipeline": part.stages}
-        sized = [f" --{name} {size}" for name, size in sizes.items() if size > 1] or [" --tensor 1"]
+        sizes = zip(DIMENSIONS, part.sizes, strict=True)
+        sized = [f" --{name} {size}" for name, size in sizes if size > 1] or [" --tensor 1"]
         raise UserError(
             f"{where} is of {there}, and this job's lanes are trained by {here}; make one of this shape, "
             f"`shoal reshape {quote(where)} NEW{''.join(sized)}`, and give `resume` the folder NEW."

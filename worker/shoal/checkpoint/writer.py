@@ -25,7 +25,7 @@ from shoal_protos.plan import Member
 from shoal_protos.release import RELEASE
 from torch import Tensor
 
-from shoal.cells.stages import Stages
+from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import (
     MANIFEST,
     DataPosition,
@@ -322,8 +322,8 @@ def draft_of(
 
 def _buffers_of_job(state: TrainingState) -> Iterable[str]:
     """Names: those of all stages of a pipeline."""
-    if state.layout.stages and isinstance(state.module, Stages):
-        return (name for place in state.module.places for name in persistent_buffers(place))
+    if state.layout.stages:
+        return (name for place in places_of(state.module) for name in persistent_buffers(place))
     return state.buffers.committed
 
 

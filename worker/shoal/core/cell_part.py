@@ -8,10 +8,10 @@ is divided have it alike, and keep it together: each is home to an equal share o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shoal.core.cuts import Cut
+from shoal.core.cuts import Cut, Dealt
 from shoal.core.ties import Tie
 
 
@@ -59,6 +59,8 @@ class CellPart:
     """
     of_expert: frozenset[str] = frozenset()
     """Names of the parameters that no other place of the experts has."""
+    dealt: Mapping[str, Dealt] = field(default_factory=dict, compare=False)
+    """By name, as far as it is known: of those, and of those that would be with more places of `expert`."""
 
     @property
     def place(self) -> int:
@@ -69,6 +71,11 @@ class CellPart:
     def of_stage(self) -> int:
         """How many coordinates have a stage."""
         return self.coordinates // self.stages
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """How many places the dimensions have, in the order of `DIMENSIONS`."""
+        return self.stages, self.experts, self.contexts, self.parts
 
     @property
     def portions(self) -> int:
@@ -120,6 +127,11 @@ class CellPart:
         if not division.by_tensor:
             return expert
         return expert * self.parts + self.coordinate % self.parts
+
+    def firsts(self, stage: int, division: Division) -> list[int]:
+        """The first coordinate with each of these parts, of a stage."""
+        at = (replace(self, coordinate=stage * self.of_stage + one) for one in range(self.of_stage))
+        return [one.coordinate for one in at if one.is_first(division)]
 
     def share(self, division: Division) -> tuple[int, int]:
         """Of the coordinates that have that part as well: its number among them, and how many they are."""

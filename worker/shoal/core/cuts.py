@@ -1,4 +1,8 @@
-"""How a parameter is cut among the places of a cell's tensor dimension, and how its parts become the whole. Pure."""
+"""How a parameter is divided among the places of a cell, and how its parts become the whole. Pure.
+
+Places of the tensor dimension have parts that are cut along a dimension. Places of the experts have experts each, which
+are numbered in turn: those of the first place come first.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +111,56 @@ class Cut(NamedTuple):
         """The whole."""
         pieces = [part.chunk(self.stride, self.dim) for part in parts]
         return torch.cat([of_place[number] for number in range(self.stride) for of_place in pieces], self.dim)
+
+
+class Dealt(NamedTuple):
+    """Where an expert's parameter has the expert's number, by which experts are dealt to places: in its name, where it
+    is of one of a list of modules, or along a dimension, where one tensor has all experts of a place.
+    """
+
+    dim: int = -1
+    """Along which experts lie; -1: its name has the number."""
+    level: int = 0
+    """So many parts of the name follow the number."""
+    of_place: int = 1
+    """So many experts a place's list has."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether each expert has a parameter of its own."""
+        return self.dim < 0
+
+    def fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter can be one of these."""
+        if not self.is_named:
+            return self.dim < len(shape)
+        parts = name.split(".")
+        return self.level < len(parts) and parts[-1 - self.level].isdecimal() and self.number(name) < self.of_place
+
+    def number(self, name: str) -> int:
+        """Of the expert that the name is of, within its place."""
+        return int(name.split(".")[-1 - self.level])
+
+    def named(self, name: str, number: int) -> str:
+        """The same parameter of another expert."""
+        parts = name.split(".")
+        parts[-1 - self.level] = str(number)
+        return ".".join(parts)
+
+    def list_of(self, name: str) -> str:
+        """What the names of all experts of its list begin with."""
+        return "".join(f"{part}." for part in name.split(".")[: -1 - self.level])
+
+    def whole_name(self, name: str, place: int) -> str:
+        """Among the experts of all places, where a place has it under this name."""
+        return self.named(name, place * self.of_place + self.number(name)) if self.is_named else name
+
+    def found(self, name: str, other: int) -> tuple[int, str]:
+        """Where the expert is that has this name among those of all places, if a place has `other` of them: which place
+        has it, and its name there.
+        """
+        place, number = divmod(self.number(name), other)
+        return place, self.named(name, number)
 
 
 def _copy_runs(

@@ -34,7 +34,7 @@ import torch
 from shoal_protos.runs import Runs, Span
 
 from shoal.core.cell_part import COMMON, DIVISIONS, WHOLE, CellPart, Division
-from shoal.core.cuts import Cut
+from shoal.core.cuts import Cut, Dealt
 from shoal.core.ties import Tie
 
 VERSION: Literal[2] = 2
@@ -69,6 +69,8 @@ class Trainable:
     """Its number among the parameters of its stage, in registration order; -1: not known."""
     tie: Tie | None = field(default=None, compare=False)
     """Of a copy: what it has to do with those of other stages."""
+    dealt: Dealt | None = field(default=None, compare=False)
+    """Of an expert's, or one that would be with more places of `expert`: where its number is; None: not known."""
 
     @property
     def elements(self) -> int:
@@ -79,16 +81,36 @@ class Trainable:
         """Whether no other place of the tensor dimension has it."""
         return self.division.by_tensor
 
-    def whole_shape(self, parts: int) -> tuple[int, ...]:
-        """With those of all other coordinates, as far as it is known how they are cut."""
-        return self.cut.whole_shape(self.shape, parts) if self.own and self.cut is not None else self.shape
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether each place of the experts has one of this name, which is another tensor of the model."""
+        return self.division.by_expert and self.dealt is not None and self.dealt.is_named
+
+    def whole_shape(self, parts: int, experts: int) -> tuple[int, ...]:
+        """With those of all other places of `tensor` and `expert`, as far as it is known how they are divided."""
+        shape = self.cut.whole_shape(self.shape, parts) if self.own and self.cut is not None else self.shape
+        if not self.division.by_expert or self.dealt is None or self.dealt.is_named:
+            return shape
+        return Cut(self.dealt.dim).whole_shape(shape, experts)
+
+    def whole_names(self, experts: int) -> list[str]:
+        """Of the model's tensors that places of the experts have under its name."""
+        if not self.is_one_of_several or self.dealt is None:
+            return [self.name]
+        return [self.dealt.whole_name(self.name, place) for place in range(experts)]
 
     def joined(
         self,
-        parts: Sequence[torch.Tensor],  # each of its shape
-    ) -> torch.Tensor:  # of the whole's shape
-        """The whole of the parts that coordinates have, or of one."""
-        return self.cut.join(parts) if self.own and self.cut is not None else parts[0]
+        parts: Sequence[torch.Tensor],  # by piece (cell_part.py), each of its shape
+        experts: int,
+    ) -> list[torch.Tensor]:  # each of the whole's shape
+        """The model's tensors of these parts, in the order of `whole_names`."""
+        count = len(parts) // (experts if self.division.by_expert else 1)
+        rows = [parts[first : first + count] for first in range(0, len(parts), count)]
+        of_places = [self.cut.join(row) if self.own and self.cut is not None else row[0] for row in rows]
+        if self.is_one_of_several or self.dealt is None or not self.division.by_expert:
+            return of_places
+        return [Cut(self.dealt.dim).join(of_places)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +244,15 @@ class Layout:
         """The buckets of all stages; of one, where there is no pipeline."""
         return self.stages or (self.buckets,)
 
-    @property
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name, of all parameters, with the parts of other coordinates."""
-        slots = (slot.parameter for bucket in self.buckets for slot in bucket.slots)
-        return {one.name: one.whole_shape(self.part.parts) for one in slots}
+    def of_stages(self) -> Iterator[tuple[int, Bucket]]:
+        """The buckets of all stages, each with the number of its stage."""
+        return ((stage, bucket) for stage, buckets in enumerate(self.by_stage) for bucket in buckets)
+
+    def wholes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """The parameters of the model in one process, those of all stages: name, shape and dtype."""
+        for one in (slot.parameter for slot in slots_of_all_stages(self)):
+            shape = one.whole_shape(self.part.parts, self.part.experts)
+            yield from ((name, shape, one.dtype) for name in one.whole_names(self.part.experts))
 
     @cached_property
     def parameters(self) -> int:

@@ -21,7 +21,7 @@ from shoal_protos.shape import MOST_PROCESSES
 
 from shoal.core.cell_part import CellPart, Division
 from shoal.core.container import CODES, DTYPES
-from shoal.core.cuts import Cut
+from shoal.core.cuts import Cut, Dealt
 from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, Layout, Slot, Trainable
 
 
@@ -61,6 +61,11 @@ class SlotEntry(Entry):
     """Its number among the parameters of its stage, in registration order, and its unit's. None: not known."""
     gradient: Annotated[Literal["", "sum", "placed"], Field(exclude_if=lambda one: not one)] = ""
     """`sum`: marked as one of whose gradient each place has a part; `placed`: a DTensor, whose placements say it."""
+    dealt: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=64)], Annotated[int, Field(ge=0, le=64)], Positive] | None,
+        Field(exclude_if=lambda dealt: dealt is None),
+    ] = None
+    """Of an expert's, or one that would be with more places of `expert`: where its number is (cuts.py)."""
 
 
 class BucketEntry(Entry):
@@ -109,6 +114,7 @@ class LayoutEntry(Entry):
                         cut=one.cut,
                         registered=(one.order, one.unit) if one.order >= 0 else None,
                         gradient="placed" if one.wrapped else "sum" if one.adds else "",
+                        dealt=one.dealt,
                     )
                     for slot in bucket.slots
                     for one in (slot.parameter,)
@@ -175,6 +181,8 @@ class LayoutEntry(Entry):
                 cut, shape = slot.parameter.cut, slot.parameter.shape
                 if cut is not None and not cut.fits(shape):
                     yield f'parameter "{slot.parameter.name}" of shape {shape} is cut along {cut.dim} by {cut.stride}'
+                if slot.parameter.dealt is not None and not slot.parameter.dealt.fits(slot.parameter.name, shape):
+                    yield f'parameter "{slot.parameter.name}" of shape {shape} has no number of an expert'
                 if slot.parameter.name in names:
                     yield f'parameter "{slot.parameter.name}" is in it twice'
                 names.add(slot.parameter.name)
@@ -186,7 +194,7 @@ def _parameter(slot: SlotEntry, of: BucketEntry) -> Trainable:
     return Trainable(
         slot.name, slot.shape, DTYPES[of.dtype], of.group, unit, Division(of.expert, of.own),
         wrapped=slot.gradient == "placed", cut=Cut(*slot.cut) if slot.cut is not None else None,
-        adds=slot.gradient == "sum", order=order,
+        adds=slot.gradient == "sum", order=order, dealt=Dealt(*slot.dealt) if slot.dealt is not None else None,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Units: the parts of a model whose parameters come and go together; and the names of tensors in the plain model.
 
-Units are the children of the outermost `nn.ModuleList`s and `nn.Sequential`s that have more than one; or, where classes
-are named (`shoal.units`, else the model's own `_no_split_modules`), the outermost modules of these classes. The rest is
-in runs of registration order: embeddings | layer | layer | norm and head. A bucket of the layout ends where a unit
-ends.
+Units are the children of the outermost `nn.ModuleList`s and `nn.Sequential`s that have more than one, and outside of
+these the experts of a layer; or, where classes are named (`shoal.units`, else the model's own `_no_split_modules`), the
+outermost modules of these classes. The rest is in runs of registration order: embeddings | layer | layer | norm and
+head. A bucket of the layout ends where a unit ends.
 
 `torch.compile` wraps a module, or a part of one, and puts `_orig_mod.` into the names below it. Layouts, checkpoints,
 exports and fingerprints go by the names without it, so compiled and plain runs can read each other's. Pure: functions
@@ -18,6 +18,8 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 LISTS = (nn.ModuleList, nn.Sequential)
+STAYS_TOGETHER = "is_one_unit"
+"""The attribute of a module that is a unit wherever it is, as its lists have not as many children on every process."""
 
 
 def unit_numbers(model: nn.Module, classes: Collection[str] = ()) -> dict[int, int]:
@@ -81,7 +83,7 @@ def _parts(module: nn.Module, chosen: Collection[str]) -> Iterator[tuple[nn.Modu
     """
     yield module, False
     for child in module.children():
-        if type(child).__name__ in chosen if chosen else _is_in_a_list(module):
+        if type(child).__name__ in chosen if chosen else _is_in_a_list(module) or hasattr(child, STAYS_TOGETHER):
             yield child, True
         else:
             yield from _parts(child, chosen)

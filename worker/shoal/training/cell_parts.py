@@ -2,36 +2,45 @@
 
 Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes: owners of the other
 coordinates' blocks answer beside their own work, with the weights as of the boundary at which the asker stands. One
-more number asks for checksums of the step's buffers: nothing says how those are cut, so all are to be alike. In stage 3
-the one who answers for units answers for these too (gathered_units.py), by numbers that no unit has.
+more number asks for checksums of the step's buffers: nothing says how those are cut, so all of a stage are to be alike;
+another one for the buffers of another stage. In stage 3 the one who answers for units answers for these too
+(gathered_units.py), by numbers that no unit has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shoal.blocks.flat import by_bucket, views
 from shoal.blocks.segments import HeldWeights
 from shoal.blocks.shared_weights import Key
 from shoal.blocks.values import RangeValues, WholeValues
 from shoal.cells.marks import local_of
+from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
-from shoal.checkpoint.named import check_alike
-from shoal.core.cell_part import CellPart
+from shoal.checkpoint.model_export import Reading, write
+from shoal.checkpoint.named import Known, check_alike, tied_names
+from shoal.core.cell_part import CellPart, Division
 from shoal.core.layout import Bucket
+from shoal.core.units import named_parameters
+from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
 from shoal.exchange.unit_fetch import WHERE, PutOwn, UnitFetch, UnitServer, answers_of, ask, server_in
 from shoal.exchange.world import World
 from shoal.group.group import Group
 from shoal.process.device import DeviceCopy
 from shoal.process.host_memory import tensor_bytes
+from shoal.state.half_floats import half_dtype
 from shoal.training.context import TrainingContext
 from shoal.training.whole_averages import AskedBucket
 
-BUFFERS_ASKED = WHERE - 1
-"""In the place of a unit: checksums of the step's buffers. Below it are the numbers of buckets."""
+SUMS_ASKED, BUFFERS_ASKED = WHERE - 1, WHERE - 2
+"""In the place of a unit: checksums of the step's buffers, and these. Below them are the numbers of buckets."""
 
 
 def first_of(traffic: UnitTraffic) -> int:
@@ -56,8 +65,8 @@ class PartFetch(UnitFetch):
 
 
 def are_joined(part: CellPart) -> bool:
-    """Whether there are parts that one member can join: those of a pipeline's stages are no parts of one model."""
-    return part.parts > 1 == part.stages
+    """Whether processes of a cell have parts of the model, which one member can join."""
+    return max(part.parts, part.stages, part.experts) > 1
 
 
 class CellParts:
@@ -88,34 +97,44 @@ class CellParts:
         self._of_weights = answers_of(self._traffic, self._key[1], self._weights, lock)
 
     def answer(self, peer: int, number: int) -> list[Tensor]:  # each (elements,)
-        """What a rank gets that asks for a bucket, or for `BUFFERS_ASKED`."""
-        bucket = number - first_of(self._traffic)
-        return [self._of_buffers()] if number == BUFFERS_ASKED else self._of_weights(peer, bucket)
+        """What a rank gets that asks for a bucket, for `SUMS_ASKED` or for `BUFFERS_ASKED`."""
+        buffers = self._context.state.buffers.committed
+        if number == SUMS_ASKED:
+            return [_sums(buffers)]
+        if number == BUFFERS_ASKED:
+            return [_packed(buffers)]
+        return self._of_weights(peer, number - first_of(self._traffic))
 
     # ---- what one asks for
 
-    def joined(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:  # each of any shape
-        """These, which lie in the module and are there one after the other, each whole, as of the boundary at hand.
-        Raises `WorldChanged`, and `UserError` for buffers that differ between coordinates.
+    def export(self, path: Path, reading: Reading) -> None:
+        """Writes the model in one process, as of the boundary at hand: the file that `shoal export` makes of it.
+        `reading`: of what this member's module has. Raises `WorldChanged`, and `UserError` for buffers that differ
+        between coordinates.
         """
-        self._check_buffers()
         state = self._context.state
-        places = [(bucket, slot) for bucket in state.layout.buckets for slot in bucket.slots]
-        place_of = {id(parameter): place for parameter, place in zip(state.parameters, places, strict=True)}
-        part, brought = state.layout.part, dict[int, dict[int, Tensor]]()
-        mine = part.coordinate % part.parts
-        for tensor in tensors:
-            bucket, slot = place_of.get(id(tensor), (None, None))
-            if bucket is None or slot is None or not bucket.division.by_tensor:
-                yield local_of(tensor)
-                continue
-            if bucket.index not in brought:
-                others = (other for other in range(part.parts) if other != mine)
-                brought[bucket.index] = {other: self._bring(other, bucket) for other in others}
-            first, stop, shape = slot.start, slot.start + slot.parameter.elements, slot.parameter.shape
-            parts = {other: flat[first:stop].view(shape) for other, flat in brought[bucket.index].items()}
-            parts[mine] = local_of(tensor).detach()
-            yield slot.parameter.joined([parts[other] for other in range(part.parts)])
+        frozen = {name: one for name, one in named_parameters(state.module) if not one.requires_grad}
+        buffers = self._buffers()
+        known = {name: Known(shape, dtype) for name, shape, dtype in state.layout.wholes()}
+        known |= {name: Known(tuple(one.shape), one.dtype) for name, one in (*frozen.items(), *buffers.items())}
+        tensors = chain(self._parameters(reading), reading(list(frozen.values())), buffers.values())
+        write(path, known, tied_names(state.module), tensors)
+
+    def _parameters(self, reading: Reading) -> Iterator[Tensor]:  # each of its own shape
+        """In the order of the layout's wholes."""
+        state, part = self._context.state, self._context.state.layout.part
+        own = by_bucket(state.layout, state.parameters)
+        for stage, bucket in state.layout.of_stages():
+            found: list[Iterable[Tensor]] = []
+            for piece, coordinate in enumerate(part.firsts(stage, bucket.division)):
+                is_here = stage == part.place and piece == part.piece(bucket.division)
+                found.append(
+                    (local_of(one.detach()) for one in reading(own[bucket.index]))
+                    if is_here
+                    else views(bucket, self._bring(coordinate, bucket))
+                )
+            for slot, *parts in zip(bucket.slots, *found, strict=True):
+                yield from slot.parameter.joined(parts, part.experts)
 
     def _bring(self, coordinate: int, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
         """A bucket as another coordinate has it, from its owners."""
@@ -128,26 +147,53 @@ class CellParts:
         fetch.finish(asked)
         return flats[bucket.index]
 
-    def _of_buffers(self) -> Tensor:  # (CHECKSUM_BYTES × buffers,) uint8, or of one byte where there are none
-        """By name."""
-        buffers = self._context.state.buffers.committed
-        found = b"".join(checksum(tensor_bytes(buffers[name])) for name in sorted(buffers))
-        return torch.frombuffer(bytearray(found or b"\0"), dtype=torch.uint8)
+    def _buffers(self) -> dict[str, Tensor]:  # each of its own shape
+        """Those of all stages. Raises `UserError` where another part of a stage has others."""
+        state, part, found = self._context.state, self._context.state.layout.part, dict[str, Tensor]()
+        for stage, module in enumerate(places_of(state.module)):
+            buffers = {name: self._empty(one) for name, one in sorted(persistent_buffers(module).items())}
+            first, *others = part.firsts(stage, Division(by_expert=True, by_tensor=True)) if buffers else (0,)
+            if stage == part.place:
+                buffers = {name: state.buffers.committed[name] for name in buffers}
+                others = [one for one in (first, *others) if one != part.coordinate] if buffers else []
+            elif buffers:
+                packed = self._asked(first, BUFFERS_ASKED, _packed(buffers))
+                spans = packed.split([one.nbytes for one in buffers.values()])
+                for one, span in zip(buffers.values(), spans, strict=True):
+                    one.copy_(span.view(one.dtype).view(one.shape) if one.numel() else one)
+            mine = _sums(buffers)
+            for coordinate in others:
+                theirs = self._asked(coordinate, SUMS_ASKED, mine)
+                for at, name in enumerate(buffers):
+                    place = slice(at * CHECKSUM_BYTES, (at + 1) * CHECKSUM_BYTES)
+                    check_alike(name, torch.equal(mine[place], theirs[place]), "the model")
+            found |= {name: buffers[name] for name in persistent_buffers(module)}
+        return found
 
-    def _check_buffers(self) -> None:
-        """Raises `UserError` where another part of the model has others."""
-        world, parts, mine = self._world, self._context.state.layout.part.parts, self._of_buffers()
-        first = dict[int, int]()
-        for rank, member in enumerate(world.plan.members):
-            first.setdefault(member.coordinate % parts, rank)
-        for rank in (rank for rank in first.values() if rank != world.rank):
-            theirs = torch.empty_like(mine)
-            received = world.group.receive(theirs, rank, GATHERED_UNIT)
-            sent, _ = ask(world.group, rank, self._key, BUFFERS_ASKED)
-            world.group.wait([received, sent])
-            for at, name in enumerate(sorted(self._context.state.buffers.committed)):
-                place = slice(at * CHECKSUM_BYTES, (at + 1) * CHECKSUM_BYTES)
-                check_alike(name, torch.equal(mine[place], theirs[place]), "the model")
+    def _empty(self, buffer: Tensor) -> Tensor:  # of its shape
+        """For a buffer of any stage: those of others were not rounded."""
+        half = half_dtype(self._context.config.precision) if buffer.is_floating_point() else None
+        return torch.empty(buffer.shape, dtype=half or buffer.dtype)
+
+    def _asked(self, coordinate: int, number: int, like: Tensor) -> Tensor:  # (bytes,) uint8
+        """What the first member at a coordinate answers, which is as long as `like`."""
+        world, answer = self._world, torch.empty_like(like)
+        rank = [member.coordinate for member in world.plan.members].index(coordinate)
+        received = world.group.receive(answer, rank, GATHERED_UNIT)
+        sent, _ = ask(world.group, rank, self._key, number)
+        world.group.wait([received, sent])
+        return answer
+
+
+def _sums(buffers: Mapping[str, Tensor]) -> Tensor:  # (CHECKSUM_BYTES × buffers,) uint8, or of one byte
+    """By name."""
+    found = b"".join(checksum(tensor_bytes(buffers[name])) for name in sorted(buffers))
+    return torch.frombuffer(bytearray(found or b"\0"), dtype=torch.uint8)
+
+
+def _packed(buffers: Mapping[str, Tensor]) -> Tensor:  # (bytes of all,) uint8
+    """By name."""
+    return torch.cat([buffers[name].contiguous().view(-1).view(torch.uint8) for name in sorted(buffers)])
 
 
 class ServedParts(CellParts):

@@ -97,13 +97,6 @@ class Parameters(ABC):
         `WorldChanged`.
         """
 
-    def joined(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
-        """As `reading`, each whole where other coordinates of a cell have parts of it. Raises `WorldChanged`, and
-        `UserError` where that cannot be.
-        """
-        found = self.reading(tensors)
-        return self.parts.joined(found) if self.parts is not None else found
-
     @contextmanager
     def all_here(self) -> Iterator[None]:
         """A context in which all parameters are here, and no change of the world is taken part in. Raises

@@ -185,7 +185,10 @@ class Requests:
         state = self._context.state
         try:
             with parameters.averaged(is_owed=True) if path != request.detail else NOTHING:
-                export(state.module, Path(path), parameters.joined, state.layout)
+                if parameters.parts is not None:
+                    parameters.parts.export(Path(path), parameters.reading)
+                else:
+                    export(state.module, Path(path), parameters.reading)
         except UserError as error:
             log.error("export_failed", path=path, reason=str(error))
             self._failed[request] = error

@@ -29,7 +29,7 @@ from shoal.blocks.flat import trainable
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.cells.hub import CellHub, current_hub
 from shoal.cells.marks import is_divided, local_of, marks, ties
-from shoal.cells.stages import Stages
+from shoal.cells.stages import Stages, places_of
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
 from shoal.config.load import Beside, load_config
@@ -263,7 +263,7 @@ def _trained_at(place: nn.Module, optimizer: Optimizer, limits: Limits) -> Itera
 
 def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
     """What of the model a process has, as its parameters say it. Raises `UserError`."""
-    everywhere = model.places if isinstance(model, Stages) else [model]
+    everywhere = places_of(model)
     named = [
         (plain_name(name), parameter, found[name])
         for place in everywhere
@@ -290,7 +290,8 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
     numbered = model.count if isinstance(model, Stages) else 0
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
                     adding=adding, numbered=numbered, ties=ties(everywhere), experts=shape.expert,
-                    of_expert=of_expert)  # fmt: skip
+                    of_expert=of_expert,
+                    dealt={name: mark.dealt for name, _, mark in named if mark.dealt is not None})  # fmt: skip
     placed = (name for name, parameter, _ in named if is_divided(parameter))
     return replace(part, summed=part.summed_of(placed))
 

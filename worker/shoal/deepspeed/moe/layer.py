@@ -62,7 +62,8 @@ class MoE(nn.Module):
                 "expected a multiple of them."
             )
         self.num_local_experts = num_experts // ep_size
-        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, ep_size > 1), group)
+        are_divided = ep_size > 1 or not _are_places()
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, are_divided), group)
         if self.use_residual:
             self.mlp, self.coefficient = _copied(expert), nn.Linear(hidden_size, 2)
 
@@ -81,7 +82,10 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """Those of one place."""
 
+    is_one_unit = True
+
     def __init__(self, expert: nn.Module, count: int, are_divided: bool) -> None:
+        """`are_divided`: among places of the cell's experts, or so that more of these would each have some."""
         super().__init__()
         self.deepspeed_experts = nn.ModuleList(_copied(expert) for _ in range(count))
         for parameter in self.deepspeed_experts.parameters() if are_divided else ():
@@ -181,6 +185,12 @@ def _routing(num_experts: int, options: dict[str, Any]) -> Routing:
     routing = Routing(num_experts, **{name: value for name, value in options.items() if name in names})
     routing.check()
     return routing
+
+
+def _are_places() -> bool:
+    """Whether the cell has several places of experts, each of which has all of a layer whose `ep_size` is 1."""
+    cell = opened_cell()
+    return cell is not None and cell.size("expert") > 1
 
 
 def _group(ep_size: int) -> Any:
