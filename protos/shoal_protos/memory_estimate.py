@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal_protos.shape import ONE, Shape
+
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "host", "file"]
 """Where optimizer state and master weights lie: beside the parameters, in host memory, in files."""
@@ -51,6 +53,28 @@ OFFLOAD_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class CellShare:
+    """What a process of a cell has to do with the parameters that it has: several processes may have them too."""
+
+    shape: Shape
+    kept: int
+    """Trained parameters whose state lies at its coordinate: an equal part of those that several have."""
+    contributed: int
+    """Those whose gradients it gives to their owners. Places of `tensor` have them alike of what is common, and each
+    gives a part; places of `context` and `expert` have other samples or tokens, and each gives its own.
+    """
+    common: int = 0
+    """Those that all places of `tensor` have."""
+
+    @classmethod
+    def of(cls, shape: Shape, common: int, divided: int, of_experts: int) -> CellShare:
+        """Of so many that all have, so many that the places of `tensor` divide, and so many of its experts."""
+        kept = -(-common // (shape.tensor * shape.portions)) - (-divided // shape.portions)
+        contributed = -(-common // shape.tensor) + divided + of_experts
+        return cls(shape, kept - (-of_experts // shape.context), contributed, common)
+
+
+@dataclass(frozen=True, slots=True)
 class MemorySetup:
     """What decides how much a worker holds. The caller has checked it: counts of at least 1, mirrors below workers."""
 
@@ -80,21 +104,34 @@ class MemorySetup:
     """Elements of the largest trained one, which is in one bucket whatever its size; 0: it is no larger than a bucket.
     Only stages 2 and 3 ask.
     """
-    tensor: int = 1
-    """Processes of a cell."""
+    cell: CellShare | None = None
+    """Where a cell has several processes."""
     average: bool = False
     """Whether averages of weights are kept."""
     spares: int = 0
     """Members beyond `workers` that have the first mirror of every block, which then no worker has."""
     is_spare: bool = False
     """Whether what is asked for is what one of those holds."""
-    common: int = 0
-    """Trained parameters that all processes of a cell have: each keeps the state of an equal part of them."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of its cell."""
+        return self.cell.shape if self.cell else ONE
 
     @property
     def kept(self) -> int:
         """Trained parameters whose state lies at this process's place in a cell."""
-        return self.parameters - self.common + -(-self.common // self.tensor)
+        return self.cell.kept if self.cell else self.parameters
+
+    @property
+    def contributed(self) -> int:
+        """Those whose gradients it gives to their owners."""
+        return self.cell.contributed if self.cell else self.parameters
+
+    @property
+    def keeps_lane_whole(self) -> bool:
+        """Whether the gradient of a lane is whole before it leaves: micro-batches add to it, or stages do."""
+        return self.micro_batches > 1 or self.shape.pipeline > 1
 
     @property
     def copies(self) -> float:
@@ -153,7 +190,24 @@ class MemoryEstimate:
         """Of the sum that a cell makes of a lane's gradients which each of its processes has a part of, at most: those
         of all parameters that its processes have in common.
         """
-        return SUM_BYTES[self.setup.precision] * self.setup.common if self.setup.tensor > 1 else 0
+        cell = self.setup.cell
+        return SUM_BYTES[self.setup.precision] * cell.common if cell and cell.shape.tensor > 1 else 0
+
+    @property
+    def contributed_bytes(self) -> int:
+        """Of gradients that a process gives to owners at other coordinates: in stages 0 and 1 for each sum of lanes
+        that leaves it, at least one a step, in stages 2 and 3 for each lane.
+        """
+        setup = self.setup
+        width = (SUM_BYTES if setup.stage < 2 else PARAMETER_BYTES)[setup.precision]
+        return width * (setup.contributed - setup.kept)
+
+    @property
+    def handed_bytes(self) -> int:
+        """Of updated parameters that a process gets from owners at other coordinates: in stages 0 to 2 in each step, in
+        stage 3 each time that all units are gathered.
+        """
+        return PARAMETER_BYTES[self.setup.precision] * (self.setup.parameters - self.setup.kept)
 
     @property
     def built(self) -> bool:
@@ -176,25 +230,27 @@ def _parameters(setup: MemorySetup) -> list[MemoryItem]:
     if setup.stage < 3:
         return [MemoryItem("parameters", width * parameters), MemoryItem("frozen parameters", round(frozen))]
     kept: Location = "host" if setup.offload_parameters else "device"
-    units = min(UNITS_GATHERED * setup.unit, parameters + setup.frozen)
+    most = parameters + setup.frozen
+    units = most if setup.shape.pipeline > 1 else min(UNITS_GATHERED * setup.unit, most)
     return [
         MemoryItem("parameters", round(width * setup.kept * setup.copies), kept),
-        MemoryItem("frozen parameters", round(frozen * setup.copies), kept),
+        MemoryItem("frozen parameters", round(frozen * setup.copies / setup.shape.processes), kept),
         MemoryItem("gathered units", width * (units + min(units, parameters)), in_step=True),  # with their gradients
     ]
 
 
 def _gradients(setup: MemorySetup) -> list[MemoryItem]:
-    whole = SUM_BYTES[setup.precision] * setup.parameters
-    reduced = round(whole * setup.copies)
+    width = SUM_BYTES[setup.precision]
+    whole = width * setup.parameters
+    reduced = round(width * setup.kept * setup.copies)
     coming = min(ON_THE_WAY_BYTES, reduced) if setup.offload == "host" else 0
     come_down = MemoryItem("gradients on the host", coming, "host", in_step=True)
     if setup.stage < 2:
         lane_sums = whole * (stack_copies(-(-setup.lanes // setup.workers)) - 1)
         return [MemoryItem("gradients", whole), MemoryItem("lane sums", lane_sums), come_down]
-    waiting = round(whole * waiting_subtrees(setup.lanes, setup.workers) / setup.workers)
+    waiting = round(width * setup.contributed * waiting_subtrees(setup.lanes, setup.workers) / setup.workers)
     return [
-        MemoryItem("gradients", whole if setup.micro_batches > 1 else 0, in_step=True),
+        MemoryItem("gradients", whole if setup.keeps_lane_whole else 0, in_step=True),
         MemoryItem("lane sums", waiting, in_step=True),
         MemoryItem("reduced gradients", reduced, in_step=True),
         come_down,
@@ -220,7 +276,7 @@ def _state(setup: MemorySetup) -> list[MemoryItem]:
 
 def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     """At most; a world of one exchanges nothing."""
-    members = setup.workers + setup.spares
+    members = setup.workers * setup.shape.processes + setup.spares
     others = members - 1
     if setup.stage < 2:
         most = PIECES_ON_THEIR_WAY * max(HOST_PIECE_BYTES, MESSAGE_BYTES * members) if others else 0

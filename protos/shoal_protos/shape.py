@@ -45,6 +45,11 @@ class Shape:
         """All places of a cell."""
         return range(self.processes)
 
+    @property
+    def portions(self) -> int:
+        """Into how many portions a cell divides what a lane trains: samples among experts, tokens among contexts."""
+        return self.context * self.expert
+
     def most_members(self, lanes: int) -> int:
         """So many processes can train so many lanes at once: every cell trains one at least."""
         return lanes * self.processes

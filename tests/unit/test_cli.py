@@ -74,8 +74,9 @@ FLAGS = {
     "import": "--model-only FILE PATH",
     "reshape": "--context --pipeline --tensor OLD NEW",
     "estimate": (
-        "--common --config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
-        "--precision --spares --stage --state-bytes --tensor --unit --workers"
+        "--common --config --context --expert --frozen --lanes --largest-parameter --micro-batches --mirrors "
+        "--of-experts --offload --output --params --pipeline --precision --spares --stage --state-bytes --tensor "
+        "--unit --workers"
     ),
     "what-if": (
         "--budget --deadline --for --from --lanes --measured --min --mirrors --output --overhead-seconds --price "

@@ -59,14 +59,16 @@ def test_the_table_has_a_row_for_each_stage_and_says_what_comes_on_top() -> None
 def test_a_cell_divides_the_parameters_and_its_fused_sum_is_said() -> None:
     asked = ("--params", "8e9", "--workers", "8", "--tensor", "2", "--common", "1e6", "--stage", "1")
     (one,) = stages(*asked).values()
-    assert one["cell"] == {"tensor": 2, "partial_sum_bytes": 4_000_000} and one["built"]
+    sizes = {"tensor": 2, "context": 1, "expert": 1, "pipeline": 1}
+    moved = {"partial_sum_bytes": 4_000_000, "contributed_bytes": 0, "handed_bytes": 2_000_000}
+    assert one["cell"] == sizes | moved and one["built"]
     (whole,) = stages("--params", "4000500000", "--workers", "4", "--stage", "1").values()
     assert whole["cell"] is None and one["items"][0] == whole["items"][0]
     _, output, _ = ran(*asked)
-    assert "4,000,500,000 parameters in fp32, 4 cells of 2 workers (tensor), 4 lanes" in output
-    assert "but for 1,000,000 that are common to all (--common)." in output and "at most 4.0 MB of them" in output
+    assert "4,000,500,000 parameters in fp32, 4 cells of 2 workers (tensor 2), 4 lanes" in output
+    assert "but for 1,000,000 that are common (--common)." in output and "at most 4.0 MB of them" in output
     for wrong, sentence in (
-        ({"--workers": "7"}, "--workers is 7; expected a multiple of 2, the processes of a cell (--tensor)."),
+        ({"--workers": "1"}, "--workers is 1; expected at least 2, the processes of a cell (--tensor 2)."),
         ({"--mirrors": "4"}, "--mirrors is 4; expected 0 to 3, the number of other cells: "),
         ({"--common": "9e9"}, "--common is 9000000000; expected at most 8000000000, the parameters of the model"),
         ({"--tensor": "0"}, "--tensor is 0; expected a whole number from 1 to 1024."),
@@ -182,7 +184,11 @@ def test_of_spares_it_says_what_one_holds_and_what_is_filled_after_a_loss() -> N
             "--spares is 2 beside 4 workers, and at most 5 of them can train, a lane each; expected at most 1 spare, "
             "or more --lanes.",
         ),
-        (["--tensor", "2"], "--spares is 2; expected 0 where a cell has 2 processes (--tensor)."),
+        (
+            ["--tensor", "2"],
+            "--spares is 2; expected 0 where a cell has 2 processes (--tensor 2): there the workers that make no whole "
+            "cell (--workers) are spares.",
+        ),
         (["--spares", "-1"], "--spares is -1; expected a whole number from 0 to 10^15."),
     ],
 )

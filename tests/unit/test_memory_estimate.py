@@ -32,6 +32,7 @@ from shoal_controller.core.planning.planner import Terms
 from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
     STAGES,
+    CellShare,
     MemorySetup,
     Offload,
     Precision,
@@ -40,6 +41,7 @@ from shoal_protos.memory_estimate import (
     state_bytes_of,
     waiting_subtrees,
 )
+from shoal_protos.shape import Shape
 from tiers import check
 from torch import Tensor, nn
 
@@ -67,7 +69,8 @@ def test_at_rest_the_formulas_of_each_stage_and_precision_hold() -> None:
 
 def test_a_process_of_a_cell_has_its_part_of_the_model_and_the_state_of_its_part_of_what_is_common() -> None:
     alone = MemorySetup(parameters=8 * P, workers=4, lanes=4, stage=1)
-    part = replace(alone, parameters=5 * P, tensor=2, common=2 * P)  # of 8: half of 6, and 2 that both have
+    share = CellShare.of(Shape(tensor=2), common=2 * P, divided=3 * P, of_experts=0)
+    part = replace(alone, parameters=5 * P, cell=share)  # of 8: half of 6, and 2 that both have
     assert estimate(part).at_rest("device") == 5 * P * 8 + 4 * P * 8 * 2 // 4
     assert estimate(replace(part, stage=0)).at_rest("device") == 5 * P * 8 + 4 * P * 8
     assert (estimate(part).partial_sum_bytes, estimate(alone).partial_sum_bytes) == (8 * P, 0)

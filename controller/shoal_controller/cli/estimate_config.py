@@ -19,12 +19,11 @@ from shoal_protos.config_file import whole
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MOST, MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
-from shoal_protos.shape import MOST_PROCESSES, Shape
+from shoal_protos.shape import DIMENSIONS, MOST_PROCESSES, Shape
 from shoal_protos.validation import wrong_value
 
 from shoal_controller.cli.estimate_counts import LaneSpread, elastic_spread, spread_of
 
-TENSOR = "shoal.cell.tensor"
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
 CHECK_SECONDS = 30.0
 """How long the check of a config may take; it takes a second."""
@@ -33,7 +32,8 @@ FAULTS = 1
 
 
 def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -> dict[str, Any]:
-    """Fields of `MemorySetup` that the config decides. `state_bytes`: where somebody knows better than its optimizer.
+    """Fields of `MemorySetup` that the config decides, and the sizes of a cell. `state_bytes`: where somebody knows
+    better than its optimizer.
 
     Raises `UserError`.
     """
@@ -46,7 +46,7 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
         "micro_batches": elastic.lanes.micro_batches_per_lane if elastic else _micro_batches(config),
         "precision": _precision(config),
         "state_bytes": state_bytes if state_bytes is not None else _state_bytes(config),
-        "tensor": config.count(TENSOR, MOST_PROCESSES),
+        **{name: getattr(_cell(config), name) for name in DIMENSIONS},
         "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
     }
     if config.at("shoal.average", lambda given: isinstance(given, dict), "an object {…}") is not None:
@@ -67,7 +67,7 @@ def counts_of(given: Mapping[str, Any], workers: int | None) -> LaneSpread:
         )
     micro_batch = config.count("train_micro_batch_size_per_gpu")
     found = elastic or spread_of(lanes or 1, micro_batch, _micro_batches(config) or 1)
-    return replace(found, processes=_cell(config).processes)
+    return replace(found, cell=_cell(config))
 
 
 def refused_by_training(given: Mapping[str, Any], file: Path, workers: int | None = None) -> str:
@@ -124,8 +124,8 @@ def _is_natural(value: Any) -> bool:
 
 
 def _cell(config: _Keys) -> Shape:
-    """Of the one dimension that training knows."""
-    return Shape(tensor=config.count(TENSOR, MOST_PROCESSES) or 1)
+    sizes: dict[str, Any] = {name: config.count(f"shoal.cell.{name}", MOST_PROCESSES) or 1 for name in DIMENSIONS}
+    return Shape(**sizes)
 
 
 def _stage(config: _Keys) -> int | None:
@@ -143,7 +143,7 @@ def _lanes(config: _Keys) -> int | None:
     micro = config.count("train_micro_batch_size_per_gpu")
     if lanes is not None or batch is None or micro is None:
         return lanes
-    derived = max(1, batch // (micro * (_micro_batches(config) or 1)))
+    derived = max(1, batch // (micro * (_micro_batches(config) or 1) * _cell(config).expert))
     if derived > MOST_LANES:
         raise UserError(
             f"`train_batch_size` {batch} and `train_micro_batch_size_per_gpu` {micro} make {derived} lanes; at most "

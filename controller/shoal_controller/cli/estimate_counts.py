@@ -33,8 +33,7 @@ class LaneSpread:
     counts: tuple[int, ...]
     """Of workers, or of cells where they have several processes."""
     notes: tuple[str, ...] = ()
-    processes: int = 1
-    """Of a cell."""
+    cell: Shape = ONE
 
 
 def elastic_spread(
@@ -71,14 +70,14 @@ def show_counts(spread: LaneSpread, workers: int | None, form: Form) -> None:
     """Print a row for each count, and for `workers`."""
     from shoal_controller.cli.tables import listed
 
-    counts = sorted({*spread.counts, *([workers // spread.processes] if workers is not None else [])})
+    counts = sorted({*spread.counts, *([workers // spread.cell.processes] if workers is not None else [])})
     rows = [_row(count, spread) for count in counts if count <= spread.lanes.lanes]
     listed("counts", rows, lambda shown: _table(shown, spread, workers), form)
 
 
 def _row(count: int, spread: LaneSpread) -> dict[str, Any]:
     """`lanes`, `micro_batches`: of the busiest worker in one step."""
-    lanes, workers = spread.lanes, count * spread.processes
+    lanes, workers = spread.lanes, count * spread.cell.processes
     most = math.ceil(lanes.lanes / count)
     micro_batches = most * lanes.micro_batches_per_lane
     idle = idle_ratio(lanes.lanes, count)
@@ -100,23 +99,25 @@ def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread, workers: int | No
         table.add_row(str(row["workers"]), str(row["lanes"]), str(row["micro_batches"]), uneven)
     idle = _idle(spread, workers)
     uneven_note = "Other numbers up to that of the lanes train too: some workers then wait for the busiest."
-    if spread.processes > 1:
-        of_a_cell = f"A cell of {spread.processes} workers trains each lane."
-        return Group(_heading(spread.lanes), table, *spread.notes, of_a_cell, *idle)
-    return Group(_heading(spread.lanes), table, *spread.notes, uneven_note, *idle)
+    if spread.cell.processes > 1:
+        of_a_cell = f"A cell of {spread.cell.processes} workers trains each lane."
+        return Group(_heading(spread), table, *spread.notes, of_a_cell, *idle)
+    return Group(_heading(spread), table, *spread.notes, uneven_note, *idle)
 
 
 def _idle(spread: LaneSpread, workers: int | None) -> list[str]:
     """What idles with so many workers: in a sentence, where that is worth one."""
-    cells = None if workers is None else workers // spread.processes
-    unit = "worker" if spread.processes == 1 else "cell"
+    cells = None if workers is None else workers // spread.cell.processes
+    unit = "worker" if spread.cell.processes == 1 else "cell"
     return [one] if cells and (one := idle_sentence(spread.lanes.lanes, cells, cells, unit)) else []
 
 
-def _heading(lanes: ElasticLanes) -> str:
+def _heading(spread: LaneSpread) -> str:
+    lanes, places = spread.lanes, spread.cell.expert
     each = lanes.micro_batches_per_lane
     parts = [plural(lanes.lanes, "lane"), f"{each} micro-batch{'es' if each > 1 else ''}"]
+    parts += [f"{places} places of experts"] if places > 1 else []
     if not lanes.micro_batch:
         return f"A step of {' × '.join(parts)}"
-    batch = lanes.lanes * each * lanes.micro_batch
+    batch = lanes.lanes * each * places * lanes.micro_batch
     return f"Batch {batch} = {' × '.join([*parts, plural(lanes.micro_batch, 'sample')])}"

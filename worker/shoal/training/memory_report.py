@@ -10,12 +10,21 @@ caught. Makes no tensor.
 from __future__ import annotations
 
 import torch
-from shoal_protos.memory_estimate import PARAMETER_BYTES, MemorySetup, Offload, Precision, estimate, state_bytes_of
+from shoal_protos.memory_estimate import (
+    PARAMETER_BYTES,
+    CellShare,
+    MemorySetup,
+    Offload,
+    Precision,
+    estimate,
+    state_bytes_of,
+)
+from shoal_protos.shape import Shape
 from shoal_protos.training_log import get_logger
 
 from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
-from shoal.core.cell_part import COMMON
+from shoal.core.layout import Layout
 from shoal.exchange.world import World
 from shoal.optim.several import title_of
 from shoal.optim.twin import may_step_in_parts
@@ -54,14 +63,14 @@ class MemoryReport:
         self._is_said = True
         held = held_bytes(self._context.state)
         processes = self._context.config.cell.processes
-        expected = estimate(self._setup(max(1, world.plan.world_size // processes), processes))
+        expected = estimate(self._setup(max(1, world.plan.world_size // processes)))
         in_memory = sum(held.values()) - held.get(FILES, 0)
         files = {"estimated_file_bytes": expected.at_rest("file")} if FILES in held else {}
         log.info("memory", measured_bytes=in_memory,
                  estimated_bytes=expected.at_rest("device") + expected.at_rest("host"), **held, **files)  # fmt: skip
 
-    def _setup(self, workers: int, processes: int) -> MemorySetup:
-        """Of a world of so many cells of so many processes."""
+    def _setup(self, workers: int) -> MemorySetup:
+        """Of a world of so many cells."""
         config, state = self._context.config, self._context.state
         buckets = state.layout.buckets
         precision = PRECISIONS[buckets[0].dtype]
@@ -75,7 +84,6 @@ class MemoryReport:
         frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]
         elements = sum(parameter.numel() for parameter in frozen)
         sizes = [slot.parameter.elements for bucket in buckets for slot in bucket.slots]
-        common = sum(s.parameter.elements for bucket in buckets for s in bucket.slots if bucket.division == COMMON)
         return MemorySetup(
             parameters=sum(sizes),
             largest_parameter=max(sizes),
@@ -90,10 +98,21 @@ class MemoryReport:
             state_bytes=by_parameter,
             average=config.average is not None and known is not None,
             offload=_offload(config, state),
-            tensor=processes,
-            common=common if processes > 1 else 0,
+            cell=_share_of(state.layout, config.cell) if config.cell.processes > 1 else None,
             offload_parameters=config.parameters_on_host and not state.device.on_host,
         )
+
+
+def _share_of(layout: Layout, shape: Shape) -> CellShare:
+    """What this process has to do with its parameters."""
+    kept, contributed, common = 0.0, 0.0, 0
+    for bucket in layout.buckets:
+        elements, division = sum(slot.parameter.elements for slot in bucket.slots), bucket.division
+        mine = elements / layout.part.share(division)[1]
+        kept += mine
+        contributed += mine * len(layout.part.contributors_to(division))
+        common += 0 if division.by_tensor else elements
+    return CellShare(shape, round(kept), round(contributed), common)
 
 
 def _offload(config: TrainingConfig, state: TrainingState) -> Offload:
