@@ -28,7 +28,7 @@ DATA = DataPosition(seed=3, lanes=4, micro_batch_size=2, micro_batches_per_lane=
 
 
 def origin(state: TrainingState) -> Origin:
-    return Origin("job", "run", LayoutEntry.of(state.layout, tied_names(state.module)), DATA, {}, {})
+    return Origin("job", "run", LayoutEntry.of(state.layout, tied_names(state.modules)), DATA, {}, {})
 
 
 class Model(nn.Module):

@@ -72,7 +72,7 @@ FLAGS = {
     "verify": "PATH",
     "export": "--averaged --dtype --format PATH FILE",
     "import": "--model-only FILE PATH",
-    "reshape": "--context --pipeline --tensor OLD NEW",
+    "reshape": "--context --expert --pipeline --tensor OLD NEW",
     "estimate": (
         "--common --config --context --expert --frozen --lanes --largest-parameter --micro-batches --mirrors "
         "--of-experts --offload --output --params --pipeline --precision --spares --stage --state-bytes --tensor "

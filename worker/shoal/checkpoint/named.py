@@ -6,7 +6,7 @@ those of all. Names that are tied to another are not among them; the manifest sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import views
 from shoal.blocks.loaded_state import AVERAGE, MASTER
-from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
@@ -190,13 +189,11 @@ def _state_of(reader: Reader, bucket: Bucket) -> dict[str, Tensor]:
     return flats
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other names of parameters and persistent buffers, of all stages of a pipeline → the first name of the same
-    tensor.
-    """
+def tied_names(modules: Iterable[nn.Module]) -> dict[str, str]:
+    """Other names of parameters and persistent buffers of these modules → the first name of the same tensor."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, tensor in chain.from_iterable(map(named_state, places_of(module))):
+    for name, tensor in chain.from_iterable(map(named_state, modules)):
         if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied

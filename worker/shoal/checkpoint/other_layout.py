@@ -22,6 +22,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.loaded_state import MASTER
+from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import Manifest, StateEntry, buffer_tensor
 from shoal.checkpoint.named import Known, names, tied_names
 from shoal.checkpoint.reader import Reader
@@ -207,7 +208,7 @@ class TakenTensors:
 def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
     """What matches. Raises `UserError` as `match` does, and where what the module ties are different tensors."""
     ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
-    tied = tied_names(module)
+    tied = tied_names(places_of(module))
     found = names(reader.manifest)
     for name in found:
         if tied.get(name) in found:

@@ -25,7 +25,6 @@ from shoal_protos.plan import Member
 from shoal_protos.release import RELEASE
 from torch import Tensor
 
-from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import (
     MANIFEST,
     DataPosition,
@@ -323,7 +322,7 @@ def draft_of(
 def _buffers_of_job(state: TrainingState) -> Iterable[str]:
     """Names: those of all stages of a pipeline."""
     if state.layout.stages:
-        return (name for place in places_of(state.module) for name in persistent_buffers(place))
+        return (name for module in state.modules for name in persistent_buffers(module))
     return state.buffers.committed
 
 

@@ -28,6 +28,7 @@ from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.blocks.values import WholeValues
 from shoal.cells.marks import local_of
+from shoal.cells.stages import places_of
 from shoal.config.training import TrainingConfig
 from shoal.core.average_rule import AverageRule
 from shoal.core.cell_part import WHOLE, CellPart
@@ -171,6 +172,8 @@ class TrainingState:
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
+        self.modules = places_of(module)
+        """What each place of a pipeline has; without one, the module alone."""
         self._optimizers = members_of(optimizer)
         pairs += by_stage.parameters_in_blocks(module, limits.units)
         self.held_layout: Layout

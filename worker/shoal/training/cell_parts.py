@@ -21,7 +21,6 @@ from shoal.blocks.segments import HeldWeights
 from shoal.blocks.shared_weights import Key
 from shoal.blocks.values import RangeValues, WholeValues
 from shoal.cells.marks import local_of
-from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.model_export import Reading, write
 from shoal.checkpoint.named import Known, check_alike, tied_names
@@ -118,7 +117,7 @@ class CellParts:
         known = {name: Known(shape, dtype) for name, shape, dtype in state.layout.wholes()}
         known |= {name: Known(tuple(one.shape), one.dtype) for name, one in (*frozen.items(), *buffers.items())}
         tensors = chain(self._parameters(reading), reading(list(frozen.values())), buffers.values())
-        write(path, known, tied_names(state.module), tensors)
+        write(path, known, tied_names(state.modules), tensors)
 
     def _parameters(self, reading: Reading) -> Iterator[Tensor]:  # each of its own shape
         """In the order of the layout's wholes."""
@@ -150,7 +149,7 @@ class CellParts:
     def _buffers(self) -> dict[str, Tensor]:  # each of its own shape
         """Those of all stages. Raises `UserError` where another part of a stage has others."""
         state, part, found = self._context.state, self._context.state.layout.part, dict[str, Tensor]()
-        for stage, module in enumerate(places_of(state.module)):
+        for stage, module in enumerate(state.modules):
             buffers = {name: self._empty(one) for name, one in sorted(persistent_buffers(module).items())}
             first, *others = part.firsts(stage, Division(by_expert=True, by_tensor=True)) if buffers else (0,)
             if stage == part.place:

@@ -288,7 +288,7 @@ class CheckpointSaving:
         """Made once; nothing of it changes."""
         if self._origin is None:
             context = self._context
-            layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
+            layout = LayoutEntry.of(context.state.layout, tied_names(context.state.modules))
             link, position = context.link, context.data_position
             kind, config = context.state.device.kind, context.config
             on_host, in_cells = config.updates_on_host, config.cell.processes > 1
