@@ -11,13 +11,14 @@ import pytest
 from checkpoints import fresh, save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew, Task
-from pipeline_parallel import PIPELINE, SQUARE, in_stages
-from rule import Edit, rule
+from pipeline_parallel import PIPELINE, SQUARE, Body, in_stages
+from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import Found, at
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.restore import fits
 from shoal.checkpoint.storage import open_storage
 from shoal.core.cell_part import CellPart
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of
@@ -87,6 +88,29 @@ def test_any_number_of_cells_of_other_shapes_goes_on_from_a_checkpoint(
     with crew_of(after, task(stage=stage, resume=path)) as crew:
         resumed = crew.finish()
     with crew_of(before, task()) as crew:
+        assert crew.finish() == resumed
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@holds("All members train in the same modes")
+def test_stages_go_on_from_a_checkpoint_in_the_modes_that_each_of_them_had(place: int, tmp_path: Path) -> None:
+    trains = Body()
+
+    def body(engine: Engine, batch: Any) -> None:
+        if engine.global_step == STEP - 1 and engine.context.state.layout.part.place == place:
+            engine.module[str(place)].dropout.eval()
+        trains(engine, batch)
+
+    def task(max_steps: int = 6, **checkpoint: Any) -> CellTask:
+        shoal = {"checkpoint": {"path": str(tmp_path), **checkpoint}} if checkpoint else {}
+        return replace(in_stages(CellTask({"max_steps": max_steps, "shoal": shoal}, shape=PIPELINE)), body=body)
+
+    with crew_of("abcd", task(STEP, every_steps=STEP)) as crew:
+        crew.finish()
+    with crew_of("ab", task(resume="latest")) as crew:
+        resumed = crew.finish()
+        assert crew.job.durable.history[0].from_step == STEP
+    with crew_of("ab", task()) as crew:
         assert crew.finish() == resumed
 
 

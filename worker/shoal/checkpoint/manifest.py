@@ -213,7 +213,8 @@ class Manifest(Entry):
     given: GivenEntry | None = None
     """None: not known."""
     evaluating: tuple[Name, ...] | None = None
-    """Parts of the module in evaluation mode; None: not known."""
+    """Parts of the module in evaluation mode; None: not known, or in tensors (`modes_tensor`), as each stage of a
+    pipeline has its own."""
     data: DataPosition | None
     scheduler: Json
     scheduler_class: Name = ""
@@ -261,6 +262,14 @@ class Manifest(Entry):
 def buffer_tensor(name: str, coordinate: int = 0) -> str:
     """Under which name the tensor of a buffer lies in a file: each coordinate of a cell has buffers of its own."""
     return f"buffer/{name}" if coordinate == 0 else f"buffer at coordinate {coordinate}/{name}"
+
+
+MODES = "modes at coordinate "
+
+
+def modes_tensor(coordinate: int) -> str:
+    """Under which name the modes of a pipeline's stages lie in a file: uint8, JSON of the parts in evaluation mode."""
+    return f"{MODES}{coordinate}"
 
 
 def sealed(content: bytes) -> bytes:

@@ -79,7 +79,6 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         draft = Manifest(**known | {
             "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": missed,
             "frozen": _frozen(found, storage, incarnation), "files": (),
-            "evaluating": old.evaluating if layout.part.stages == old.layout.stages else None,
         })  # fmt: skip
         commit(storage, name.folder, draft, files)
         return Reshaped(name, verify(look_into(storage, name).reader()).fingerprint)

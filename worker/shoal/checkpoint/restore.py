@@ -10,7 +10,8 @@ compares kinds with the object's own state first. Values and lengths are the obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Number
 from shlex import quote
 from typing import Any
@@ -24,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS
 from shoal.blocks.state_home import check_averages, check_masters
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.manifest import MODES, Manifest
 from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
@@ -116,12 +117,12 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     outcome = _replace_given(reader, beside, state)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
-    if manifest.evaluating is not None and not state.layout.stages:  # each stage has parts of its own
-        state.modes.take_over(manifest.evaluating)
     try:
+        if (evaluating := _evaluating(manifest, beside)) is not None:
+            state.modes.take_over(evaluating)
         state.stream_positions.replace(manifest.streams)
         state.misses = Misses.from_runs(state.layout, manifest.missed)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
     state.buffers.load(_buffers(reader, beside, state.buffers.committed))
     for name, of in registered.items():
@@ -129,6 +130,14 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     _load_frozen(reader, state)
     state.current = NO_BLOCKS
     return outcome
+
+
+def _evaluating(manifest: Manifest, beside: Mapping[str, Tensor]) -> Collection[str] | None:
+    """Parts of the whole model in evaluation mode: names of stages say which one each is of. None: not known."""
+    if manifest.evaluating is not None:
+        return manifest.evaluating
+    of_stages = [json.loads(bytes(tensor.tolist())) for name, tensor in beside.items() if name.startswith(MODES)]
+    return [str(one) for names in of_stages for one in names] if of_stages else None
 
 
 def has_scheduler_of(manifest: Manifest, state: TrainingState) -> bool:

@@ -15,12 +15,14 @@ in one file exactly once, and every file must lie there in its full size.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from shoal_protos.plan import Member
 from shoal_protos.release import RELEASE
 from torch import Tensor
@@ -39,6 +41,7 @@ from shoal.checkpoint.manifest import (
     broken_file,
     buffer_tensor,
     checksum,
+    modes_tensor,
     parse_part,
     safe_name,
 )
@@ -268,10 +271,16 @@ class Origin:
     numerics: Mapping[str, str]
 
 
-def tensors_of_buffers(state: TrainingState) -> dict[str, Tensor]:
-    """As they stand in a file, copied: each coordinate of a cell has its own."""
+def tensors_of_coordinate(state: TrainingState) -> dict[str, Tensor]:
+    """Buffers, and the modes of a pipeline's stages, as they stand in a file, copied: each coordinate of a cell has its
+    own.
+    """
     coordinate = state.layout.part.coordinate
-    return {buffer_tensor(name, coordinate): value.clone() for name, value in state.buffers.committed.items()}
+    found = {buffer_tensor(name, coordinate): value.clone() for name, value in state.buffers.committed.items()}
+    if state.layout.stages:
+        content = bytearray(json.dumps(state.modes.evaluating).encode())
+        found[modes_tensor(coordinate)] = torch.frombuffer(content, dtype=torch.uint8)
+    return found
 
 
 def draft_of(
@@ -281,7 +290,7 @@ def draft_of(
 
     Raises `UserError` naming a state that cannot be kept.
     """
-    tensors = tensors_of_buffers(state)
+    tensors = tensors_of_coordinate(state)
     states = TakenStates.of(registered)
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
     manifest = Manifest(
@@ -301,7 +310,7 @@ def draft_of(
             for number, group in enumerate(hyper_parameters(state.optimizer))
         ],
         given=_given(state),
-        evaluating=tuple(state.modes.evaluating),
+        evaluating=None if state.layout.stages else tuple(state.modes.evaluating),
         data=origin.data,
         scheduler=encode(scheduler, tensors, "the scheduler's state"),
         scheduler_class=class_of(state.scheduler),

@@ -25,7 +25,7 @@ from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import streamed_state, take_snapshot
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.writer import Author, Origin, draft_of, tensors_of_buffers
+from shoal.checkpoint.writer import Author, Origin, draft_of, tensors_of_coordinate
 from shoal.config.out_of_memory import is_out_of_memory
 from shoal.config.training import agreement
 from shoal.core.manifest_parts import LayoutEntry
@@ -242,7 +242,7 @@ class CheckpointSaving:
         context.faults.at("save", state.step)
         ours = Ours(run, state.lineage)
         lead: Lead | None = None
-        beside = tensors_of_buffers(state) if save.is_first_there(member) and not part.leads else {}
+        beside = tensors_of_coordinate(state) if save.is_first_there(member) and not part.leads else {}
         if part.leads:
             try:
                 draft, beside = draft_of(state, self.origin, plan.generation, {})
