@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -31,6 +32,7 @@ from shoal.checkpoint.catalogue import at
 from shoal.checkpoint.fingerprint import verify
 from shoal.core.ties import Tie, check_groups
 from shoal.training.engine import Engine
+from shoal.training.start import part_of
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of
@@ -223,6 +225,30 @@ def test_a_name_that_is_none_and_copies_in_two_groups_are_refused() -> None:
         weight(2, name="")
     with pytest.raises(UserError, match='"a" and "b" are tied as "embedding", and the optimizer has them in different'):
         check_groups({"a": Tie(NAME, (0, 1), 0), "b": Tie(NAME, (0, 1), 1)}, {"a": 0, "b": 1})
+
+
+@pytest.mark.parametrize(
+    ("shape", "divide", "words"),
+    [
+        (SQUARE, sharded, 'common to all places, "1.b" cut along dimension 0 among the places of tensor:'),
+        (Shape(expert=2, pipeline=2), partial(sharded, over="expert"), 'common to all places, "1.b" an expert\'s:'),
+    ],
+    ids=["over tensor", "over expert"],
+)
+@rule(
+    "Parameters that are tied over stages are divided alike among the places of a cell; else the job is refused, and "
+    "both are named",
+    "Cells",
+    broken_by=Edit("shoal.core.ties", "if of[one] != of[first]), None)", "if of[one] is first), None)"),
+)
+def test_copies_of_which_one_alone_is_divided_are_refused(shape: Shape, divide: Any, words: str) -> None:
+    def build(number: int) -> nn.Module:
+        return nn.ParameterDict({"b": divide(weight(2))} if number else {"a": weight(2)})
+
+    found = re.escape(f'parameters "0.a" and "1.b" are tied as "embedding", and "0.a" is {words}')
+    with pytest.raises(UserError, match=found):
+        part_of(built_stages(build, 2, 0, 2), shape, 0)
+    assert len(part_of(built_stages(build, 2, 0, 2), PIPELINE, 0).ties) == 2, "nothing is divided there"
 
 
 @holds("Copies that stages have of a parameter")

@@ -47,6 +47,14 @@ class Mark:
     """Of one that is an expert's, or would be with more places of `expert`: where its number is; None: nothing says it.
     """
 
+    def way(self, shape: Shape) -> str:
+        """How it is divided in cells of that shape, in words."""
+        if self.is_own and shape.tensor > 1:
+            pieces = f", {self.stride} pieces a place" if self.stride > 1 else ""
+            of_expert = "an expert's and " if self.of_expert else ""
+            return f"{of_expert}cut along dimension {self.dim} among the places of tensor{pieces}"
+        return "an expert's" if self.of_expert else "common to all places"
+
 
 COMMON = Mark()
 

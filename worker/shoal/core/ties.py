@@ -77,14 +77,27 @@ def _check(copies: Sequence[TiedParameter]) -> None:
 
 def check_groups(ties: Mapping[str, Tie], groups: Mapping[str, int]) -> None:
     """Raises `UserError` where the optimizer updates copies in different ways. `groups`: by parameter, its number."""
-    for name, copies in _by_name(ties):
-        if len({groups[one] for one in copies}) > 1:
-            raise UserError(
-                f'parameters "{copies[0]}" and "{copies[-1]}" are tied as "{name}", and the optimizer has them in '
-                "different groups; put them into the same one."
-            )
+    for name, one, other in _unlike(ties, groups):
+        raise UserError(
+            f'parameters "{one}" and "{other}" are tied as "{name}", and the optimizer has them in different groups; '
+            "put them into the same one."
+        )
 
 
-def _by_name(ties: Mapping[str, Tie]) -> Iterator[tuple[str, list[str]]]:
+def check_divisions(ties: Mapping[str, Tie], ways: Mapping[str, str]) -> None:
+    """Raises `UserError` where one copy is divided among the places of a cell and another one in another way, or not at
+    all. `ways`: by parameter, in words.
+    """
+    for name, one, other in _unlike(ties, ways):
+        raise UserError(
+            f'parameters "{one}" and "{other}" are tied as "{name}", and "{one}" is {ways[one]}, "{other}" '
+            f"{ways[other]}: what places have of one is no copy of what they have of the other; divide both alike."
+        )
+
+
+def _unlike(ties: Mapping[str, Tie], of: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
+    """Names of ties, and two copies of each that are not alike in this."""
     for name in sorted({tie.name for tie in ties.values()}):
-        yield name, [one for one, tie in ties.items() if tie.name == name]
+        first, *others = (one for one, tie in ties.items() if tie.name == name)
+        if (other := next((one for one in others if of[one] != of[first]), None)) is not None:
+            yield name, first, other

@@ -40,7 +40,7 @@ from shoal.core.cell_part import CellPart
 from shoal.core.cuts import Cut
 from shoal.core.layout import Layout, Trainable
 from shoal.core.plain import encode
-from shoal.core.ties import check_groups
+from shoal.core.ties import check_divisions, check_groups
 from shoal.core.units import named_buffers, named_parameters, plain_name
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
@@ -287,10 +287,11 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
                 f'parameter "{name}" is frozen, and {whose}; not supported yet. Train it, or give every process the '
                 "whole of it."
             )
+    tied = ties(everywhere)
+    check_divisions(tied, {name: mark.way(shape) for name, _, mark in named})
     numbered = model.count if isinstance(model, Stages) else 0
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
-                    adding=adding, numbered=numbered, ties=ties(everywhere), experts=shape.expert,
-                    of_expert=of_expert,
+                    adding=adding, numbered=numbered, ties=tied, experts=shape.expert, of_expert=of_expert,
                     dealt={name: mark.dealt for name, _, mark in named if mark.dealt is not None})  # fmt: skip
     placed = (name for name, parameter, _ in named if is_divided(parameter))
     return replace(part, summed=part.summed_of(placed))
