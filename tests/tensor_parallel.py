@@ -158,6 +158,8 @@ class CellTask:
     """Called before the loop."""
     after: Callable[[Engine], object] = lambda _: None
     """Called after it."""
+    loop: Callable[[Engine, Callable[[], None]], None] | None = None
+    """All of the script after the engine is made. It is given what must be called before each batch."""
 
     def at(self, coordinate: int) -> Task:
         """That of a process."""
@@ -189,7 +191,8 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
         "cell": {name: size for name in DIMENSIONS if (size := getattr(task.shape, name)) > 1},
         **options.get("shoal", {}),
     }
-    settled = load_config(config({"lanes": 4, "max_steps": 6, **options, "shoal": shoal}), Beside())
+    beside = Beside(open_end=options.get("max_steps", 0) is None)
+    settled = load_config(config({"lanes": 4, "max_steps": 6, **options, "shoal": shoal}), beside)
     make_exact(settled.exact, settled.torch_threads)
     source = source_of(task.data(), None, settled, HERE)
     hub = CellHub(task.shape, coordinate)
@@ -210,6 +213,9 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
     opened.made(engine)
     engine.parts.loading.begin(engine.parts.status.publish)
     task.prepare(engine)
+    if task.loop is not None:
+        task.loop(engine, opened.before)
+        return
     for batch in engine:
         opened.before()
         if task.body is not None:

@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from shoal.config.deepspeed import FATES, REASONS, VALUES_REFUSED, Fate, Ignored, Renamed, Switched, Unsupported
 from shoal.config.document import Document
 from shoal.config.sentences import keys_of
-from shoal.deepspeed.surface import ABSENT, ARGUMENTS, ENGINE, LAUNCHER, MODULE, REFUSED_FLAGS, UNREAD_FLAGS
+from shoal.deepspeed.surface import (
+    ABSENT,
+    ARGUMENTS,
+    ENGINE,
+    LAUNCHER,
+    MODULE,
+    NOT_OF_PIPELINES,
+    PIPELINE,
+    REFUSED_FLAGS,
+    UNREAD_FLAGS,
+)
 from shoal_protos.validation import model_in
 
 FILES = 156
@@ -105,6 +115,58 @@ give the same bits.
 - `engine.eval()`, a forward without gradients and `engine.train()` work as usual between two micro-batches. To divide
   an evaluation among the workers, write `with engine.evaluating(): for batch in engine.shard(dataset): …`.
 
+## Pipelines
+
+A `PipelineModule` is a model in stages, each in another process of a [cell](cells.md#pipelines), and trains in any
+number of cells, through losses and scaling, with the same bits.
+
+```
+import shoal.deepspeed as deepspeed
+from shoal.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+deepspeed.init_distributed()
+net = PipelineModule(
+    layers=[
+        TiedLayerSpec("embedding", nn.Embedding, 256, 64),
+        *[LayerSpec(Block, 64) for _ in range(4)],
+        TiedLayerSpec("embedding", nn.Embedding, 256, 64, forward_fn=logits),
+    ],
+    loss_fn=loss_fn, num_stages=2, partition_method="type:Block",
+)
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+training = deepspeed.utils.RepeatingLoader(DataLoader(dataset, batch_size=2, shuffle=True))
+for step in range(60):
+    loss = engine.train_batch(data_iter=training)
+```
+
+`examples/deepspeed_pipeline.py` is a complete script: `shoal run --workers 4 examples/deepspeed_pipeline.py` trains it
+in two cells of two processes.
+
+- **Cells.** `num_stages` opens the cell, as `shoal.cell(pipeline=num_stages)`, or must be that of the cell that the
+  script has opened before; a `topology` may have the axes pipe and data. The axis data is the number of cells: nothing
+  says it. With `num_stages=1` every process has all layers, and the script can be started alone.
+- **Layers.** Each process builds the layers of its stage, and those of the others without memory. All begin as they
+  would in one process, in any number of stages; with `seed_layers` layer `i` is built from the seed `base_seed + i`.
+  `partition_method` is "uniform", "parameters" or "type:" and a pattern. Layers of one key are one module within a
+  stage, and copies in several, whose `tied_weight_attr` stay equal ([tied parameters](cells.md#pipelines)).
+  Parameters are named by stage and layer, `0.3.weight`, and `0.tied_modules.embedding.weight`.
+- **A step.** The n-th call of `train_batch` is the job's n-th step. It trains `train_batch_size` samples, in
+  `gradient_accumulation_steps` micro-batches for each lane, by PyTorch's 1F1B schedule (by GPipe, where there are fewer
+  of them than stages), and returns the mean loss, the same on all workers. A worker that joins goes through the calls
+  before at once: they return the last loss that it knows. So all scripts end at one step, with or without
+  `shoal.max_steps`. After the last step calls return at once, too.
+- **Data.** `initialize` takes `training_data`, or `train_batch` an iterator over a DataLoader: `iter(loader)`, which
+  ends with each epoch, or `RepeatingLoader(loader)`. Both say which dataset is trained on; its order is Shoal's. A
+  batch is a pair of inputs and labels, each a tensor or a tuple of tensors. All processes of a cell read it.
+- **Evaluations.** `eval_batch` takes the next `train_batch_size` samples of the iterator's dataset by their numbers,
+  and is for all processes, after a `train_batch`. It returns nan on a worker that joins and goes through steps of
+  before, and on all where a process was lost in it and no lane is left.
+- **Random numbers** of a forward follow from step, lane and stage; `seed_layers` is for first values alone.
+- The optimizer is the config's, an object of one group, or a function of the parameters of any stage. Checkpoints,
+  ZeRO's stages, and `tensor` beside it by `shoal.cell(config)` before the model: see [Cells](cells.md).
+- Refused by name: `DualPipeVModule`, `dynamic_shape`, an `activation_checkpoint_func` of another library, topologies
+  with the axis model, frozen layers where there are several stages.
+
 ## Checkpoints
 
 `engine.save_checkpoint(folder, tag, client_state)` saves an elastic checkpoint, readable by a world of any size.
@@ -176,6 +238,9 @@ def _surface() -> Iterator[str]:
     yield from (f"| `{name}` | {meaning} |\n" for name, meaning in ENGINE.items())
     yield "\nAny other attribute is the model's. These are refused by name:\n\n| name | why |\n|---|---|\n"
     yield from (f"| `{name}` | {why} |\n" for name, why in ABSENT.items())
+    yield "\nThe engine of a `PipelineModule` has these, too, and refuses "
+    yield f"{', '.join(f'`{name}`' for name in NOT_OF_PIPELINES)}:\n\n| name | meaning |\n|---|---|\n"
+    yield from (f"| `{name}` | {meaning} |\n" for name, meaning in PIPELINE.items())
     yield "\n## The module\n\n| name | meaning |\n|---|---|\n"
     yield from (f"| `{name}` | {meaning} |\n" for name, meaning in MODULE.items())
     yield "\nAny other name of DeepSpeed's raises an error that names it.\n"

@@ -238,6 +238,20 @@ def of_stages(result: str, definitions: str, **options: Any) -> None:
     _write(result, {"fingerprint": engine.fingerprint(), "loss": engine.loss})
 
 
+def of_layers(result: str, definitions: str, **options: Any) -> None:
+    """examples/deepspeed_pipeline.py, in so many steps, at whose end the job ends."""
+    torch.set_num_threads(1)
+    known: dict[str, Any] = {"__name__": "example", "brake": Brake(options)}
+    loop = "    loss = engine.train_batch("
+    script = definitions.replace("steps, length", "_, length").replace(loop, f"    brake.hold(step)\n{loop}")
+    known["steps"] = options["steps"]
+    exec(script, known)
+    engine = known["engine"]
+    engine.destroy()
+    found = {"fingerprint": engine.elastic.fingerprint(), "loss": known["loss"].item(), "step": engine.global_steps}
+    _write(result, found)
+
+
 def _by_torch(cell: Any) -> Any:
     from torch.distributed.tensor.experimental import context_parallel
 

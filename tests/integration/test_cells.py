@@ -373,3 +373,26 @@ def test_the_example_of_pipelines_ends_in_the_same_bits_though_a_process_is_kill
         cluster.wait_done()
         assert cluster.result("w2") == undisturbed
         assert not any(world["lost_steps"] for world in cluster.report()["generations"])
+
+
+def of_layers(workers: int, **brake: Any) -> Cluster:
+    options = {"definitions": (ROOT / "examples/deepspeed_pipeline.py").read_text(), "steps": 20, **brake}
+    return Cluster(workers, options, script="integration.cell_scripts:of_layers")
+
+
+@check("stages in processes, as by Shoal's own names; the crew has the bits")
+@holds("The n-th call of `train_batch` is the job's n-th step")
+@pytest.mark.timeout(300)
+def test_the_example_of_deepspeeds_pipelines_ends_in_the_same_bits_though_a_process_is_killed(tmp_path: Path) -> None:
+    with of_layers(2) as cluster:
+        cluster.wait_done()
+        undisturbed = cluster.result("w0")
+        assert undisturbed["step"] == 20 and undisturbed == cluster.result("w1")
+    with of_layers(4, pace=0.3, until=str(tmp_path / "go")) as cluster:
+        cluster.until("copies of all blocks", lambda _: _are_mirrored(cluster), 120)
+        cluster.kill("w1")
+        cluster.wait_state("w1", "lost")
+        (tmp_path / "go").touch()
+        cluster.wait_done()
+        assert cluster.result("w2") == undisturbed
+        assert not any(world["lost_steps"] for world in cluster.report()["generations"])

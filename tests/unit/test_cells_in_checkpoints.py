@@ -47,7 +47,7 @@ def undisturbed() -> str:
     broken_by=[
         Edit(
             "shoal.checkpoint.reader",
-            "if file.coordinate in self.blocks.part.holders(self.blocks.buckets[piece.bucket].division)",
+            "if file.coordinate in self.blocks.part.holders(buckets[piece.bucket].division)",
             "if file.coordinate == 0",
         ),
         Edit("shoal.checkpoint.reader", "buffer_tensor(name, self.coordinate)", "buffer_tensor(name)"),

@@ -443,7 +443,7 @@ def test_the_config_may_come_by_any_of_deepspeeds_names(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_arguments_is_one_sentence() -> None:
     assert "deepspeed.initialize has no argument models" in refused(models=Line())
     both = refused(mpu=object(), shoal={"seed": -1})
-    assert "got mpu; every lane runs the whole model" in both and "`shoal.seed` is -1" in both
+    assert "got mpu; shoal.cell says which processes train a lane together" in both and "`shoal.seed` is -1" in both
     assert "`shoal.epochs` is 2, and deepspeed.initialize got no training_data" in refused(training_data=None)
     assert "model is a list; expected one torch.nn.Module" in refused(model=[])
     with pytest.raises(UserError, match="got model by position and by name"):

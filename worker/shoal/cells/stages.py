@@ -42,8 +42,13 @@ def _numbered(stages: list[nn.Module], place: int, places: int) -> dict[str, nn.
 
 
 def built_stages(build: Callable[[int], nn.Module], count: int, place: int, places: int) -> Stages:
-    """What `build(number)` makes of all stages. Stage `n` is at place `n % places`, as torch's schedules have it; each
-    draws random numbers of its own, the same wherever it is built. Raises `UserError`.
+    """The stages of one process. Raises `UserError` as `built_everywhere`."""
+    return Stages(built_everywhere(build, count, place, places), place)
+
+
+def built_everywhere(build: Callable[[int], nn.Module], count: int, place: int, places: int) -> list[list[nn.Module]]:
+    """What `build(number)` makes of all stages, by place. Stage `n` is at place `n % places`, as torch's schedules have
+    it; each draws random numbers of its own, the same wherever it is built. Raises `UserError`.
     """
     if count < places or count % places:
         raise UserError(
@@ -67,7 +72,7 @@ def built_stages(build: Callable[[int], nn.Module], count: int, place: int, plac
     finally:
         outside.restore()
     _refuse_ties(everywhere)
-    return Stages(everywhere, place)
+    return everywhere
 
 
 def _refuse_ties(everywhere: list[list[nn.Module]]) -> None:

@@ -96,8 +96,9 @@ class Reader:
             (
                 (piece.stretch, file, piece)
                 for file in manifest.files
+                for buckets in [self.blocks.at(file.coordinate).buckets]  # of the stage that has written it
                 for piece in file.pieces
-                if file.coordinate in self.blocks.part.holders(self.blocks.buckets[piece.bucket].division)
+                if file.coordinate in self.blocks.part.holders(buckets[piece.bucket].division)
             ),
             key=lambda one: one[0],
         )

@@ -101,7 +101,9 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "zero_force_ds_cpu_optimizer", Ignored("updates in host memory are made by torch's own kernels")),
     ("optimizer", "legacy_fusion", Ignored("updates are made by torch's own kernels")),
     ("pipeline", "stages", Renamed("shoal.cell.pipeline")),
-    ("", "pipeline", Ignored("but for its `stages` it is for a PipelineModule only")),
+    ("pipeline", "activation_checkpoint_interval", Unsupported(
+        "the model says it: `PipelineModule(…, activation_checkpoint_interval=1)`", (0, None))),
+    ("", "pipeline", Ignored("but for its `stages` a PipelineModule is given it as arguments")),
     ("", "expert_parallel", Ignored("where it is on, its `autoep_size` is read")),
     ("", "ddp_bf16", Unsupported("gradients are always added up in float32")),
     ("", "sparse_gradients", Unsupported("a bucket's gradient travels with all of its elements")),

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shoal.deepspeed import checkpointing, comm, elasticity, moe, zero
+from shoal.deepspeed import checkpointing, comm, elasticity, moe, pipe, utils, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.hf_config import HfDeepSpeedConfig, stand_in_for_theirs
-from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
+from shoal.deepspeed.initializing import add_config_arguments, initialize
+from shoal.deepspeed.lone_group import init_distributed
+from shoal.deepspeed.pipe import PipelineModule
+from shoal.deepspeed.pipeline_engine import PipelineEngine
 from shoal.deepspeed.surface import module_lacks
 
 __all__ = [
-    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "checkpointing", "comm", "elasticity",
-    "init_distributed", "initialize", "moe", "zero",
+    "DeepSpeedEngine", "HfDeepSpeedConfig", "PipelineEngine", "PipelineModule", "add_config_arguments", "checkpointing",
+    "comm", "elasticity", "init_distributed", "initialize", "moe", "pipe", "utils", "zero",
 ]  # fmt: skip
 
 stand_in_for_theirs()

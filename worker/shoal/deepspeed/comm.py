@@ -11,7 +11,7 @@ from shoal_protos.errors import UserError
 
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import engines
-from shoal.deepspeed.initializing import init_distributed
+from shoal.deepspeed.lone_group import init_distributed
 from shoal.deepspeed.surface import module_lacks
 
 __all__ = ["barrier", "get_rank", "get_world_size", "init_distributed"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 from weakref import ref
 
 import torch
@@ -47,11 +47,11 @@ class EngineFacts:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of a micro-batch."""
-        return self.elastic.context.config.micro_batch_size
+        return self.elastic.context.config.micro_batch_size // self.elastic.micro_batches
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a lane in a step."""
-        return self.elastic.context.config.micro_batches_per_lane
+        return self.elastic.context.config.micro_batches_per_lane * self.elastic.micro_batches
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the batch at hand is this worker's last one of its step."""
@@ -188,8 +188,10 @@ USUAL = {"retain_graph": False, "scale_wrt_gas": True, "allreduce_gradients": Tr
 class DeepSpeedEngine(EngineFacts):
     """What is not here is the model's; what neither has says so by name."""
 
+    loader_of: ClassVar[type[ElasticLoader]] = ElasticLoader
+
     def __init__(self, elastic: Engine) -> None:
-        self.elastic, self.training_dataloader = elastic, ElasticLoader(elastic)
+        self.elastic, self.training_dataloader = elastic, self.loader_of(elastic)
         self._own_loaders: OwnLoaders | None = None
         self._client_state = ClientState()
         self._applied = False

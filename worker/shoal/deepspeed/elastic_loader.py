@@ -38,15 +38,16 @@ class ElasticLoader:
         """The step at which the script has asked for the number of steps the last time."""
         self.is_behind = False
         """Whether the job was past the last pass before it was over: the epoch had its end without this worker."""
-        self.batch_size = engine.context.config.micro_batch_size
+        self.batch_size = engine.context.config.micro_batch_size // engine.micro_batches
         engine.script_end.add_loop(self.close)
 
     def __len__(self) -> int:
         """Micro-batches of one lane in an epoch."""
-        return self._steps * self._engine.context.config.micro_batches_per_lane
+        return self.steps * self._engine.context.config.micro_batches_per_lane * self._engine.micro_batches
 
     @property
-    def _steps(self) -> int:
+    def steps(self) -> int:
+        """Of an epoch; 0 where that is not known."""
         return self._engine.context.loop.steps_per_epoch
 
     def begin_at(self, step: int) -> None:
@@ -74,7 +75,7 @@ class ElasticLoader:
         self.close()
         if self._left:
             raise UserError(self._left)
-        steps = self._steps or WHOLE_JOB
+        steps = self.steps or WHOLE_JOB
         if not self._passes:
             self._passes = self._begins_at // steps
         self._passes += 1

@@ -12,26 +12,27 @@ from typing import Any
 
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import UserError
-from shoal_protos.training_log import get_logger
-from torch import distributed, nn
-from torch._C._distributed_c10d import HashStore
+from shoal_protos.shape import DIMENSIONS, ONE
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.config.load import Beside, load_config
+from shoal.config.load import Beside, load_config, shape_of
 from shoal.config.sentences import all_of
 from shoal.data.given_data import GivenData, batch_size_of, check_batch_size, data_of
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.deepspeed.lone_group import init_distributed
 from shoal.deepspeed.own_loader import LateSource
+from shoal.deepspeed.pipe import PipelineModule
+from shoal.deepspeed.pipeline_engine import PipelineEngine
 from shoal.deepspeed.surface import ARGUMENTS
 from shoal.deepspeed.zero_to_fp32 import leave_script
 from shoal.guards.arguments import check_given, refuse_cells, refuse_unknown
 from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
-log = get_logger("shoal")
 Made = tuple[DeepSpeedEngine, Optimizer, ElasticLoader | None, LRScheduler | None]
 
 
@@ -48,25 +49,29 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     model, parameters = given.get("model"), given.get("model_parameters")
     parameters = list(parameters) if parameters is not None else None
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and callable(optimizer):
+    if isinstance(model, PipelineModule):
+        optimizer = refusals.of(_of_all_stages, model, optimizer, parameters)
+    elif optimizer is not None and _is_function(optimizer):
         optimizer = optimizer(parameters if parameters is not None else _trainable(model))
-    made_later = callable(scheduler) and not isinstance(scheduler, LRScheduler)
-    refusals.of(check_given, model, optimizer, None if made_later else scheduler)
-    beside = Beside(
-        given.get("shoal"), batch_size_of(samples), optimizer is not None, scheduler is not None, open_end=True
-    )
+    made = [None if _is_function(one) else one for one in (optimizer, scheduler)]
+    refusals.of(check_given, model, *made)
     source = refusals.of(_config, given)
+    shoal = _section(given.get("shoal"), source, model)
+    beside = Beside(shoal, batch_size_of(samples), optimizer is not None, scheduler is not None, open_end=True)
     config = refusals.of(load_config, source, beside) if source is not None else None
     if config is not None:
-        refusals.of(refuse_cells, "deepspeed.initialize", config.cell)
-        refusals.of(check_batch_size, samples, config.micro_batch_size, config.train_batch_size)
+        if not isinstance(model, PipelineModule):
+            refusals.of(refuse_cells, "deepspeed.initialize of a model that is no PipelineModule", config.cell)
+        micro = config.micro_batch_size // config.micro_batches_per_call
+        refusals.of(check_batch_size, samples, micro, config.train_batch_size)
     refusals.raise_all()
     assert isinstance(model, nn.Module) and data is not None and config is not None, "refused otherwise"
     late = LateSource() if samples is None else None
     given_parts = Given(
         model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, data.reading, late
     )
-    engine = DeepSpeedEngine(assemble(given_parts))
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(assemble(given_parts))
     if config.checkpoint.path is not None:
         leave_script(config.checkpoint.path)
     if samples is None:
@@ -89,7 +94,7 @@ def _arguments(by_position: tuple[Any, ...], named: Mapping[str, Any]) -> dict[s
 def _check_meaning(given: Mapping[str, Any]) -> None:
     """Raises `UserError` for arguments that have none here."""
     faults = [
-        f"deepspeed.initialize got {name}; every lane runs the whole model. Leave it out."
+        f"deepspeed.initialize got {name}; shoal.cell says which processes train a lane together. Leave it out."
         for name in ("mpu", "mesh_param")
         if given.get(name) is not None
     ]
@@ -117,18 +122,48 @@ def _config(given: Mapping[str, Any]) -> str | Path | Mapping[str, Any]:
     return config
 
 
+def _section(
+    shoal: Mapping[str, Any] | None, source: str | Path | Mapping[str, Any] | None, model: Any
+) -> Mapping[str, Any] | None:
+    """The keys beside the file, with the cell of a `PipelineModule` where nothing says its shape."""
+    if not isinstance(model, PipelineModule) or not isinstance(shoal, Mapping | None) or source is None:
+        return shoal
+    try:
+        has_shape = "cell" in (shoal or {}) or shape_of(source) != ONE
+    except UserError:  # load_config says it
+        has_shape = True
+    if has_shape:
+        return shoal
+    sizes = {name: getattr(model.cell.shape, name) for name in DIMENSIONS}
+    return {**(shoal or {}), "cell": {**sizes, "tight": list(model.cell.shape.tight)}}
+
+
+def _of_all_stages(model: PipelineModule, optimizer: Any, parameters: list[Any] | None) -> Any:
+    """The optimizer as it is given, or what makes one of any stages. Raises `UserError` for groups of parameters of one
+    stage alone.
+    """
+    if _is_function(optimizer):
+        return lambda stages: optimizer(_trainable(stages))
+    groups = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else len(_groups(parameters))
+    if groups > 1 and len(model.places) > 1:
+        raise UserError(
+            f"deepspeed.initialize got {groups} groups of parameters for a stage of a PipelineModule, and nothing says "
+            "in which group those of other stages are; give a function that divides the parameters of any stage: "
+            "optimizer=lambda parameters: AdamW(groups_of(parameters))."
+        )
+    return optimizer
+
+
+def _groups(parameters: list[Any] | None) -> list[Any]:
+    return [one for one in parameters or [] if isinstance(one, Mapping)]
+
+
+def _is_function(given: Any) -> bool:
+    return callable(given) and not isinstance(given, Optimizer | LRScheduler)
+
+
 def _trainable(model: Any) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.requires_grad] if isinstance(model, nn.Module) else []
-
-
-def init_distributed(*_: Any, **__: Any) -> None:
-    """Gives torch.distributed a group of this process alone, of which a DistributedSampler can be made: workers meet
-    through the controller.
-    """
-    if distributed.is_available() and not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        means = "workers meet through the controller; torch.distributed knows this process alone"
-        log.info("deepspeed.init_distributed", means=means)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
@@ -65,9 +66,49 @@ class OwnLoaders:
         source.sampler.last_step(config.max_steps, None)
         context.loop.fetcher.give_late(source, data.collate_fn, data.reading)
         self._dataset, self._is_given = loader.dataset, True
-        if loader.batch_size not in (None, config.micro_batch_size):
-            means = f"micro-batches have {config.micro_batch_size} samples, as the configuration says"
+        micro = config.micro_batch_size // config.micro_batches_per_call
+        if loader.batch_size not in (None, micro):
+            means = f"micro-batches have {micro} samples, as the configuration says"
             log.info("the DataLoader's batch_size is left alone", batch_size=loader.batch_size, means=means)
+
+
+class Feed:
+    """An iterator over a loader that knows it: a pipeline's `train_batch` and `eval_batch` take its samples in Shoal's
+    order. A loop over it gets torch's own batches.
+    """
+
+    repeats = False
+    """Whether it begins anew at its end."""
+
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        """`begin`: makes the iterator that its batches come from, once one is asked for."""
+        self.loader, self._begin = loader, begin
+        self.evaluated = 0
+        """Samples that evaluations have taken since its beginning."""
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self.repeats:
+                raise
+        self._batches = self._begin()
+        return next(self._batches)
+
+
+class FedLoaders(OwnLoaders):
+    """Those of a script whose engine is asked for whole steps: none is gone over by a loop that trains."""
+
+    def passes_over(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """An iterator for the engine."""
+        assert _iterate is not None
+        return Feed(loader, partial(_iterate, loader))
 
 
 _here = threading.local()

@@ -12,7 +12,7 @@ from shoal_protos.errors import UserError
 
 ARGUMENTS: Mapping[str, str] = {
     "args": "An object whose `deepspeed_config` names the configuration, where `config` does not.",
-    "model": "One `torch.nn.Module`.",
+    "model": "One `torch.nn.Module`, or a `PipelineModule`.",
     "optimizer": "An optimizer over the model's parameters, or a function that makes one from `model_parameters`, "
     "where the configuration names none.",
     "model_parameters": "Parameters, or groups of them, that the configuration's optimizer trains.",
@@ -20,7 +20,7 @@ ARGUMENTS: Mapping[str, str] = {
     "taken. Without it: of the DataLoader that the loop goes over.",
     "lr_scheduler": "A scheduler of torch, or a function that makes one from the optimizer.",
     "distributed_port": "Nothing: the controller says where workers meet.",
-    "mpu": "Refused: every lane runs the whole model.",
+    "mpu": "Refused: `shoal.cell` says which processes train a lane together.",
     "dist_init_required": "Nothing: workers come and go.",
     "collate_fn": "Makes a batch from a list of samples.",
     "config": "The path of the configuration, or a dict.",
@@ -73,9 +73,24 @@ ENGINE: Mapping[str, str] = {
     "elastic": "Shoal's own engine ([the script](api.md)): `report`, `on_step`, `evaluating`, `shard`, `gathered`, …",
 }
 
+PIPELINE: Mapping[str, str] = {
+    "train_batch(data_iter)": "Makes the job's next step on `train_batch_size()` samples, and returns its mean loss.",
+    "eval_batch(data_iter)": "Returns the mean loss over the next `train_batch_size()` samples of the iterator's "
+    "dataset. `return_logits=True`, `compute_loss=False`, other values of `reduce_output` and `num_micro_batches` are "
+    "refused.",
+    "set_dataiterator(iterator)": "Trains on the DataLoader that this iterator is over.",
+    "set_dataloader(loader)": "Trains on this DataLoader.",
+    "set_batch_fn(function)": "`function(batch)` makes the pair of inputs and labels, of all samples of a lane.",
+    "is_first_stage()": "Whether this process has the first layers.",
+    "is_last_stage()": "Whether this process has the last layers.",
+}
+"""Of the engine of a `PipelineModule` alone."""
+NOT_OF_PIPELINES = ("engine(…)", "forward", "backward", "step")
+"""Refused of it, as DeepSpeed does."""
+
 ABSENT: Mapping[str, str] = {
     "allreduce_gradients": "the engine reduces gradients while the backward runs",
-    "eval_batch": "there are no pipelines",
+    "eval_batch": "it is of the engine of a `PipelineModule` alone",
     "flops_profiler": "see `wall_clock_breakdown` in docs/configuration.md",
     "load_module_state_dict": "load weights into the model before deepspeed.initialize",
     "monitor": "report numbers with engine.elastic.report(name=value); trackers get them too",
@@ -85,7 +100,7 @@ ABSENT: Mapping[str, str] = {
     "set_gradient_accumulation_boundary": "the engine counts micro-batches: it alone knows which lanes are here",
     "set_lr": 'set group["lr"] in engine.optimizer.param_groups, at the top of the body, from engine.global_steps',
     "set_train_batch_size": "the batch is fixed for the job's life",
-    "train_batch": "there are no pipelines",
+    "train_batch": "it is of the engine of a `PipelineModule` alone",
 }
 
 MODULE: Mapping[str, str] = {
@@ -102,6 +117,12 @@ MODULE: Mapping[str, str] = {
     "comm.init_distributed": "As `init_distributed`.",
     "moe.layer.MoE(hidden_size, expert, …)": "A layer of experts, divided among the processes of a cell: see "
     "[Cells](cells.md#experts).",
+    "pipe.PipelineModule(layers, num_stages, …)": "A model as a list of layers: see [Pipelines](#pipelines).",
+    "pipe.LayerSpec(class, …)": "A layer that is built in the process of its stage alone.",
+    "pipe.TiedLayerSpec(key, class, …)": "One of several layers that share parameters.",
+    "utils.RepeatingLoader(loader)": "An iterator over a DataLoader without end.",
+    "PipelineEngine": "The class of the engine of a `PipelineModule`.",
+    "PipelineModule": "As `pipe.PipelineModule`.",
     "checkpointing.checkpoint(function, *args)": "Activation checkpointing of one call, by `torch.utils.checkpoint`.",
     "DeepSpeedEngine": "The class of the engine.",
     "HfDeepSpeedConfig": "Replaces transformers' class of that name once `shoal.deepspeed` is imported: see "
@@ -118,10 +139,11 @@ OTHERS: Mapping[str, str] = {
     "init_inference": "Shoal trains",
     "moe": "there is deepspeed.moe.layer.MoE (docs/cells.md)",
     "ops": "use torch.optim's own classes, or the config's section optimizer",
-    "pipe": "every lane runs the whole model",
-    "PipelineModule": "every lane runs the whole model",
-    "tp_model_init": "every lane runs the whole model",
-    "utils": "float32 weights of a checkpoint: `shoal export PATH FILE --dtype float32`; what is logged: `logging`",
+    "pipe": "there are PipelineModule, LayerSpec and TiedLayerSpec of deepspeed.pipe, whose data dimension is the "
+    "number of cells",
+    "tp_model_init": "the script divides its model itself (docs/cells.md)",
+    "utils": "there is deepspeed.utils.RepeatingLoader; float32 weights of a checkpoint: "
+    "`shoal export PATH FILE --dtype float32`; what is logged: `logging`",
 }
 """What scripts also use of the package, with what to do instead."""
 

@@ -1,0 +1,34 @@
+"""The group of this process alone that scripts for DeepSpeed make by `init_distributed`: workers meet elsewhere.
+
+A cell of several processes is a default group of its own, which takes its place (pipe.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal_protos.training_log import get_logger
+from torch import distributed
+from torch._C._distributed_c10d import HashStore
+
+log = get_logger("shoal")
+_made: list[Any] = []
+"""The one of this process, while it is torch's default group."""
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Gives torch.distributed a group of this process alone, of which a DistributedSampler can be made: workers meet
+    through the controller.
+    """
+    if distributed.is_available() and not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        _made.append(distributed.group.WORLD)
+        means = "workers meet through the controller; torch.distributed knows this process alone"
+        log.info("deepspeed.init_distributed", means=means)
+
+
+def leave() -> None:
+    """Makes room for a cell, where torch's default group is the one that `init_distributed` has made."""
+    if _made and distributed.is_initialized() and distributed.group.WORLD is _made[-1]:
+        distributed.destroy_process_group()
+    _made.clear()
