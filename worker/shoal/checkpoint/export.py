@@ -76,7 +76,7 @@ def _refuse(reader: Reader, averaged: bool) -> None:
             f"cannot export averages of {reader.where}: it has none, as its job kept none by that step "
             "(`shoal.average`); leave out --averaged."
         )
-    check_cuts(reader.manifest.blocks, reader.where)
+    check_cuts(reader.manifest.blocks, f"export {reader.where}")
 
 
 def cannot_export(place: Path, why: BaseException) -> UserError:

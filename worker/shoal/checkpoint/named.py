@@ -89,13 +89,15 @@ def _buffers(reader: Reader) -> dict[str, Tensor]:
     return {name: found[name] for name in reader.manifest.buffers}
 
 
-def check_cuts(layout: Layout, of: str) -> None:
-    """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
+def check_cuts(layout: Layout, purpose: str) -> None:
+    """Raises `UserError` where nothing says how the parts of a cell's processes make a whole. `purpose`: of that, as in
+    `export the model`.
+    """
     slots = [slot.parameter for slot in slots_of_all_stages(layout)]
     if expert := next((one.name for one in slots if one.division.by_expert and one.dealt is None), ""):
-        raise UserError(f"cannot export {of}: {without_number(expert)}")
+        raise UserError(f"cannot {purpose}: {without_number(expert)}")
     if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
-        raise UserError(f"cannot export {of}: {without_cut(uncut)}")
+        raise UserError(f"cannot {purpose}: {without_cut(uncut)}")
 
 
 def without_cut(name: str) -> str:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 from shoal_protos.errors import UserError
@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from shoal.blocks.loaded_state import MASTER
 from shoal.cells.stages import places_of
 from shoal.checkpoint.manifest import Manifest, StateEntry, buffer_tensor
-from shoal.checkpoint.named import Known, names, tied_names
+from shoal.checkpoint.named import Known, check_cuts, names, tied_names
+from shoal.checkpoint.other_shape import ReadOfPlaces, Recut
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.snapshot import PARAMETERS
+from shoal.core.cell_part import COMMON, WHOLE, Division
+from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket, Layout, Slot, slots_of_all_stages
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
@@ -63,9 +66,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None:
-    """What keeps blocks from being read as they are, one sentence; None where nothing does."""
-    if manifest.kind == "model":
-        return "it holds a model without a training state."
+    """What keeps blocks of a training state from being read as they are, one sentence; None where nothing does."""
     theirs, ours = list(slots_of_all_stages(manifest.blocks)), list(slots_of_all_stages(layout))
     for found, wanted in zip_longest(theirs, ours):
         sentence = _parameters_differ(found, wanted)
@@ -141,10 +142,17 @@ PART_ELEMENTS = 1 << 20
 
 
 class TakenTensors:
-    """`GivenValues` of a checkpoint. `taken`: the model's names, each with the checkpoint's."""
+    """`GivenValues` of a checkpoint. `taken`: the model's names, each with the checkpoint's. `layout`: of the model,
+    where a process of a cell has parts of what the checkpoint has whole.
+    """
 
-    def __init__(self, reader: Reader, taken: Mapping[str, str]) -> None:
+    def __init__(self, reader: Reader, taken: Mapping[str, str], layout: Layout | None = None) -> None:
         self._reader, self._taken = reader, taken
+        self._part = layout.part if layout is not None else WHOLE
+        slots = (slot.parameter for bucket in layout.buckets for slot in bucket.slots) if layout is not None else ()
+        self._cut = {one.name: one.in_one_process(self._part) for one in slots if one.division != COMMON}
+        """Those of which it has a part, as they are in one process."""
+        self._dtypes = {name: known.dtype for name, known in names(reader.manifest).items()} if self._cut else {}
         buckets = reader.manifest.blocks.buckets
         self._slots = {slot.parameter.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._states: dict[int, Mapping[str, StateEntry]] = {}
@@ -162,6 +170,22 @@ class TakenTensors:
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the checkpoint's dtype, or wider
         """Elements of a tensor, flat. Raises `CheckpointDamaged` where they are not what was written."""
         theirs = self._taken[name]
+        if name in self._cut:
+
+            def read(_: int, __: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+                return self._whole_part(theirs, start, stop)
+
+            return self._cut_from(name, self._dtypes[theirs], read, first, last)
+        return self._whole_part(theirs, first, last)
+
+    def _cut_from(
+        self, name: str, dtype: torch.dtype, read: ReadOfPlaces, first: int, last: int
+    ) -> Tensor:  # (last - first,)
+        recut = Recut(self._cut[name], WHOLE, 0, self._part, PART_ELEMENTS)
+        return recut.taken(read, first, torch.empty(last - first, dtype=dtype))
+
+    def _whole_part(self, theirs: str, first: int, last: int) -> Tensor:  # (last - first,)
+        """Of a tensor of the checkpoint."""
         if theirs in self._slots:
             return self._of_blocks(*self._slots[theirs], first, last)
         if self._whole is None or self._whole[0] != theirs:
@@ -180,6 +204,10 @@ class TakenTensors:
         """Whether there are any."""
         return any(self._states.values())
 
+    def have_states_alike(self, theirs: Iterable[str]) -> bool:
+        """Whether all that is kept of these is of one kind and count."""
+        return len({self._slots[name][0].group for name in theirs}) == 1
+
     def kept(self, name: str) -> tuple[int, Mapping[str, bool]]:
         """What an optimizer keeps of a parameter: a number that is the same for those of which all is alike, and by key
         whether it is one number for the whole parameter.
@@ -191,7 +219,15 @@ class TakenTensors:
         """Elements of a parameter's optimizer state, flat, or its one number. Raises `CheckpointDamaged` where they are
         not what was written.
         """
-        return self._reader.of_slot(*self._slots[self._taken[name]], first, last, key)
+        bucket, slot = self._slots[self._taken[name]]
+        entry = self._states[bucket.index][key]
+        if name not in self._cut or entry.scalar:
+            return self._reader.of_slot(bucket, slot, first, last, key)
+
+        def read(_: int, __: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+            return self._reader.of_slot(bucket, slot, start, stop, key)
+
+        return self._cut_from(name, DTYPES[entry.dtype], read, first, last)
 
     # ---- reading
 
@@ -205,21 +241,63 @@ class TakenTensors:
         return found[name] if name in found else self._reader.tensors([buffer_tensor(name)])[buffer_tensor(name)]
 
 
-def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
-    """What matches. Raises `UserError` as `match` does, and where what the module ties are different tensors."""
-    ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
-    tied = tied_names(places_of(module))
+def take_by_name(reader: Reader, module: nn.Module, layout: Layout, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
+    """What matches of the model in one process, of which `layout` has a part perhaps. Raises `UserError` as `match`
+    does, and where what the module ties are different tensors, or nothing says which part a process has.
+    """
+    part = layout.part
+    if part.coordinates > 1:
+        check_cuts(layout, f"take tensors of {reader.where}")
+    ours, tied = _whole_model(module, layout), tied_names(places_of(module))
     found = names(reader.manifest)
+    for name, first in _copies(layout, found):
+        tied.setdefault(name, first)
     for name in found:
         if tied.get(name) in found:
             _check_tied(reader, found, name, tied[name])
     theirs = {tied[name]: (name, known.shape) for name, known in found.items() if name in tied}
     theirs |= {name: (name, known.shape) for name, known in found.items() if name not in tied}
+    theirs |= {name: theirs[first] for name, first in _copies(layout, found) if first in theirs}
     shapes = {name: shape for name, (_, shape) in theirs.items()}
-    matched = match(shapes, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
-    taken = TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})
-    is_whole = not (matched.new or matched.missing)
-    return replace(matched, has_optimizer=is_whole and taken.has_states), taken
+    matched = match(shapes, ours, allow, reader.where)
+    of_whole = {name: theirs[name][0] for name in matched.taken}
+    mine = (slot.parameter for bucket in layout.buckets for slot in bucket.slots)
+    here = {one.name: one.whole_names(part.experts)[part.piece(Division(by_expert=True))]
+            for one in mine if one.is_one_of_several}  # fmt: skip
+    local = {name: name for name in of_whole if name not in here} | here
+    taken = TakenTensors(reader, {name: of_whole[one] for name, one in local.items() if one in of_whole}, layout)
+    has_optimizer = taken.has_states and not (matched.new or matched.missing)
+    if has_optimizer and layout.stages and not taken.have_states_alike(of_whole[name] for name, *_ in layout.wholes()):
+        raise UserError(
+            f"{reader.where} has optimizer states that differ in kind or count between parameters, which is not "
+            "supported in a pipeline; import the model alone (--model-only)."
+        )
+    return replace(matched, has_optimizer=has_optimizer), taken
+
+
+def _whole_model(module: nn.Module, layout: Layout) -> dict[str, Shape]:
+    """Parameters and persistent buffers of the model in one process, by name."""
+    trained = {slot.parameter.name: slot.parameter for slot in slots_of_all_stages(layout)}
+    parts, experts, found = layout.part.parts, layout.part.experts, dict[str, Shape]()
+    places = places_of(module) if layout.stages else [module]
+    for name, tensor in chain.from_iterable(map(named_parameters, places)):
+        one = trained.get(name)
+        shape = tuple(tensor.shape) if one is None else one.whole_shape(parts, experts)
+        found |= dict.fromkeys([name] if one is None else one.whole_names(experts), shape)
+    for place in places:
+        found |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(place).items()}
+    return found
+
+
+def _copies(layout: Layout, found: Mapping[str, Known]) -> list[tuple[str, str]]:
+    """Copies that stages have of a parameter, each with the one that a checkpoint of one process has: it has one tensor
+    of them perhaps.
+    """
+    by_tie = dict[str, list[str]]()
+    for name, tie in sorted(layout.part.ties.items(), key=lambda one: one[1]):
+        by_tie.setdefault(tie.name, []).append(name)
+    there = {tie: next((name for name in every if name in found), every[0]) for tie, every in by_tie.items()}
+    return [(name, there[tie]) for tie, every in by_tie.items() for name in every if name != there[tie]]
 
 
 def _check_tied(reader: Reader, found: Mapping[str, Known], name: str, first: str) -> None:

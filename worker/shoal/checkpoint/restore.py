@@ -61,11 +61,8 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     """
     part, saved = state.layout.part, manifest.layout
     there, here = _cells_of(saved), _cells_of(part)
-    if there != here and manifest.kind == "model":
-        raise UserError(
-            f"{where} holds a model of one process; taking its tensors is not supported yet where a cell has several "
-            "processes. Let the script load it before it cuts its parameters."
-        )
+    if manifest.kind == "model":
+        return False
     if there != here:
         sizes = zip(DIMENSIONS, part.sizes, strict=True)
         sized = [f" --{name} {size}" for name, size in sizes if size > 1] or [" --tensor 1"]
@@ -81,7 +78,7 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} is not of this job's model: {differs} Taking what matches by name is not supported yet where a "
             "cell has several processes."
         )
-    if manifest.kind == "training" and not allow:
+    if not allow:
         raise UserError(
             f"{where} is not of this job's model: {differs} To begin at step 0 with what matches by name, set "
             '`shoal.checkpoint.allow: ["new", "missing"]`.'
@@ -308,7 +305,7 @@ def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> 
     Parameters that are in blocks begin with what is read then, part by part (`TrainingState.begin_anew`).
     """
     assert state.originals is not None
-    matched, taken = take_by_name(reader, state.module, allow)
+    matched, taken = take_by_name(reader, state.module, state.layout, allow)
     whole = {**frozen_parameters(state), **persistent_buffers(state.module)}
     for name in matched.taken:
         if name in whole:

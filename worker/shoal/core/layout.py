@@ -93,6 +93,10 @@ class Trainable:
             return shape
         return Cut(self.dealt.dim).whole_shape(shape, experts)
 
+    def in_one_process(self, part: CellPart) -> Trainable:
+        """The same where it is not divided, under its name here."""
+        return replace(self, shape=self.whole_shape(part.parts, part.experts), division=COMMON)
+
     def whole_names(self, experts: int) -> list[str]:
         """Of the model's tensors that places of the experts have under its name."""
         if not self.is_one_of_several or self.dealt is None:

@@ -349,7 +349,7 @@ class Engine(Habits):
         """
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
-        check_cuts(self.context.state.layout, "the model")
+        check_cuts(self.context.state.layout, "export the model")
         if are_joined(self.context.state.layout.part) and self.context.config.average is not None:
             raise UserError(
                 "engine.export is not supported yet where a cell's processes have parts of the model and averages of "
