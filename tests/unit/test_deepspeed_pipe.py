@@ -360,8 +360,8 @@ def test_the_config_gets_the_models_pipeline_where_nothing_says_a_shape() -> Non
     assert initializing._section(None, CONFIG, model) == {
         "cell": {"pipeline": 2, "expert": 1, "context": 1, "tensor": 1, "tight": []}
     }
-    said = {**CONFIG, "pipeline": {"stages": 2}}
-    assert initializing._section({"epochs": 1}, said, model) == {"epochs": 1}
+    sized = {**CONFIG, "pipeline": {"stages": 2}}
+    assert initializing._section({"epochs": 1}, sized, model) == {"epochs": 1}
     assert initializing._section({"epochs": 1}, CONFIG, nn.Linear(2, 2)) == {"epochs": 1}
 
 

@@ -12,23 +12,25 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 log = get_logger("shoal")
-_made: list[Any] = []
-"""The one of this process, while it is torch's default group."""
+_is_made = False
+"""Whether this process has made it. Nothing here keeps it: who destroys it frees its socket."""
 
 
 def init_distributed(*_: Any, **__: Any) -> None:
     """Gives torch.distributed a group of this process alone, of which a DistributedSampler can be made: workers meet
     through the controller.
     """
+    global _is_made
     if distributed.is_available() and not distributed.is_initialized():
         distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        _made.append(distributed.group.WORLD)
+        _is_made = True
         means = "workers meet through the controller; torch.distributed knows this process alone"
         log.info("deepspeed.init_distributed", means=means)
 
 
 def leave() -> None:
     """Makes room for a cell, where torch's default group is the one that `init_distributed` has made."""
-    if _made and distributed.is_initialized() and distributed.group.WORLD is _made[-1]:
+    global _is_made
+    if _is_made and distributed.is_initialized() and distributed.get_world_size() == 1:
         distributed.destroy_process_group()
-    _made.clear()
+    _is_made = False

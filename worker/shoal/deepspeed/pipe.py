@@ -78,7 +78,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class Building:
+class StageOptions:
     """How a list becomes stages, by DeepSpeed's names."""
 
     seed_layers: bool = False
@@ -217,11 +217,11 @@ class PipelineModule(Stages):
         """`layers`: `LayerSpec`s, modules and functions, each of which takes what the one before returns.
         `num_stages`: places of the cell's pipeline; or those of a `topology` of the axes pipe and data. `loss_fn`: of
         the last layer's output and the labels; None: that output is the loss. `cell`: in place of the one that
-        `shoal.cell` has opened, or that is opened here. `options`: those of `Building`. Raises `UserError`.
+        `shoal.cell` has opened, or that is opened here. `options`: those of `StageOptions`. Raises `UserError`.
         """
-        known = [one.name for one in fields(Building)]
+        known = [one.name for one in fields(StageOptions)]
         refuse_unknown("PipelineModule", [name for name in options if name not in known], (*ARGUMENTS, *known))
-        building, specs = Building(**options), _checked(layers)
+        building, specs = StageOptions(**options), _checked(layers)
         building.check()
         wanted = num_stages if topology is None else _stages_of(topology)
         cell = cell or _cell_of(wanted)
@@ -303,7 +303,7 @@ def _ties(specs: Sequence[Any], bounds: Sequence[int]) -> dict[str, tuple[int, b
 def _built(
     specs: Sequence[Any],
     spans: Sequence[tuple[int, int]],
-    building: Building,
+    building: StageOptions,
     ties: dict[str, tuple[int, bool]],
     drawn: int,
     stage: int,
