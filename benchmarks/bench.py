@@ -107,7 +107,15 @@ PARTS = (
     Part("changes", (_run("changes.py --sizes 10M --rounds 2", 2.5),)),
     Part("checkpoint", (_run("checkpoint.py --size 10M --rounds 2", 3.0),)),
     Part("controller", (_run("control_plane.py --workers 1000 --seconds 20 --parts many planner", 3.0),)),
-    Part("cells", (_run("cell_collectives.py", 0.5), _run("cell_plans.py --workers 1000", 0.5))),
+    Part(
+        "cells",
+        (
+            _run("cell_collectives.py", 0.5),
+            _run("cell_plans.py --workers 1000", 0.5),
+            _run("cell_step.py --by context --size 40M --rounds 3", 2.0),
+            _run("cell_step.py --by pipeline --rounds 3", 1.5),
+        ),
+    ),
     Part("messages", (_run("messages.py --models 1.3B --workers 8", 0.5),)),
 )
 """`PRICED` is what zero.py and memory.py take where they are not told otherwise."""

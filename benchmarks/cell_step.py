@@ -1,12 +1,13 @@
-"""A step of two processes in plain torch over gloo, and in a cell: by tensor or by context parallelism.
+"""A step of two processes in plain torch over gloo, and in a cell: by tensor, context or pipeline parallelism.
 
-    python benchmarks/cell_step.py [--by tensor|context] [--size 10M] [--rounds 5] [--steps 12]
+    python benchmarks/cell_step.py [--by tensor|context|pipeline] [--size 10M] [--rounds 5] [--steps 12]
 
 By tensor: `parallelize_module`. By context: an all-to-all of heads for tokens around attention, and in plain torch
-`DistributedDataParallel` for the gradients. It needs an even number of heads: sizes 1M, 40M and 85M.
+`DistributedDataParallel` for the gradients. It needs an even number of heads: sizes 1M, 40M and 85M. By pipeline:
+torch's `Schedule1F1B` with four micro-batches; the head has a weight of its own.
 
 The same model, plan, micro-batch, samples and AdamW. Each round starts both anew, one after the other; a step's seconds
-are medians of a round, CPU seconds of both processes together. The median of the rounds' ratios counts: at most 1.10.
+are medians of a round, CPU seconds of both processes together. The medians of the rounds' ratios count: at most 1.10.
 There is one cell and no mirror: nothing is exchanged but what the two processes exchange in plain torch.
 """
 
@@ -31,10 +32,13 @@ from cluster import Cluster, Job, end_cleanly
 from steps import until
 from tables import Figure, note, show, spread, verdict
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 PROCESSES = 2
+MICRO_BATCHES = 4
+"""Of a pipeline's schedule."""
 STEPS = 1_000_000
 """More than any run makes."""
 WARM_STEPS = 3
@@ -105,12 +109,52 @@ def of_part(size: str, group: Any) -> nn.Module:
     return gpt
 
 
+class Half(nn.Module):
+    """The first stage of a pipeline, or the last one."""
+
+    def __init__(self, size: str, number: int) -> None:
+        super().__init__()
+        gpt = model.build(size)
+        cut = len(gpt.blocks) // 2
+        self.blocks = gpt.blocks[cut:] if number else gpt.blocks[:cut]
+        if number:
+            self.norm, self.head = gpt.norm, nn.Linear(*reversed(gpt.head.weight.shape), bias=False)
+        else:
+            self.bytes, self.places = gpt.bytes, gpt.places
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T) → (B, T, C) → (B, T, VOCABULARY)
+        if hasattr(self, "bytes"):
+            x = self.bytes(x) + self.places.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+def loss_of(
+    logits: Tensor,  # (B, T, VOCABULARY)
+    targets: Tensor,  # (B, T)
+) -> Tensor:  # ()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def scheduled(half: nn.Module, number: int, group: Any, **options: Any) -> Callable[[Any, Any], None]:
+    """A step of the schedule for a batch, given what calls it."""
+    stage = PipelineStage(half, number, PROCESSES, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, **options)
+
+    def run(call: Any, batch: Any) -> None:
+        inputs = () if number else (batch["inputs"],)
+        call(schedule.step, *inputs, target=batch["targets"] if number else None)
+
+    return run
+
+
 def adamw(gpt: nn.Module) -> torch.optim.AdamW:
     """As all benchmarks have it; a fused one takes no DTensors together with others."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in gpt.parameters():
         parts[isinstance(parameter, DTensor)].append(parameter)
-    return torch.optim.AdamW([{"params": part} for part in parts], lr=1e-4, fused=True)
+    return torch.optim.AdamW([{"params": part} for part in parts if part], lr=1e-4, fused=True)
 
 
 def measured(step: Callable[[], None], steps: int) -> Took:
@@ -131,26 +175,32 @@ def plain(given: argparse.Namespace) -> None:
     gpt: nn.Module
     if given.by == "context":
         gpt = nn.parallel.DistributedDataParallel(of_part(given.size, dist.group.WORLD))
+    elif given.by == "pipeline":
+        gpt = Half(given.size, given.rank)
+        run = scheduled(gpt, given.rank, dist.group.WORLD, loss_fn=loss_of)
     else:
         gpt = divided(given.size, dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
     optimizer, windows = adamw(gpt), model.Windows()
-    batches = _batches(windows)
+    batches = _batches(windows, model.MICRO_BATCH * (MICRO_BATCHES if given.by == "pipeline" else 1))
 
     def step() -> None:
         optimizer.zero_grad()
-        gpt(**next(batches)).backward()
+        if given.by == "pipeline":
+            run(lambda call, *inputs, **named: call(*inputs, **named), next(batches))
+        else:
+            gpt(**next(batches)).backward()
         optimizer.step()
 
     _tell(given.place, given.rank, measured(step, given.steps))
     dist.barrier()
 
 
-def _batches(windows: model.Windows) -> Iterator[Any]:
+def _batches(windows: model.Windows, samples: int) -> Iterator[Any]:
     at = 0
     while True:
-        numbers = [(at + one) % len(windows) for one in range(model.MICRO_BATCH)]
+        numbers = [(at + one) % len(windows) for one in range(samples)]
         yield torch.utils.data.default_collate([windows[number] for number in numbers])
-        at += model.MICRO_BATCH
+        at += samples
 
 
 def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH, by: str = "tensor") -> Any:
@@ -162,22 +212,34 @@ def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MIC
         "zero_optimization": {"stage": 1},
         "shoal": {
             "cell": {by: PROCESSES}, "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "torch_threads": 1,
+            "micro_batches_per_lane": MICRO_BATCHES if by == "pipeline" else 1,
         },
     }  # fmt: skip
     cell = shoal.cell(settled)
-    gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
-    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=adamw(gpt))
+    gpt: nn.Module
+    if by == "pipeline":
+        gpt = cell.stages(lambda number: Half(size, number))
+    else:
+        gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
+    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=adamw)
 
 
 def in_cell(given: argparse.Namespace) -> None:
     """One process of a cell."""
     engine = initialize(given.size, lanes=1, mirrors=0, by=given.by)
     batches = iter(engine)
+    if given.by == "pipeline":
+        rank = dist.get_rank()
+        options = {"loss_fn": engine.loss_fn(loss_of), "scale_grads": False}
+        run = scheduled(engine.module[str(rank)], rank, dist.group.WORLD, **options)
 
     def step() -> None:
         before = engine.global_step
         while engine.global_step == before:
-            engine.backward(engine.module(**next(batches)))
+            if given.by == "pipeline":
+                run(engine.run, next(batches))
+            else:
+                engine.backward(engine.module(**next(batches)))
             engine.step()
 
     step()  # the world has begun
@@ -222,7 +284,7 @@ def round_of(way: str, by: str, size: str, steps: int) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by", choices=["tensor", "context"], default="tensor")
+    parser.add_argument("--by", choices=["tensor", "context", "pipeline"], default="tensor")
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
@@ -243,10 +305,10 @@ def main() -> None:
     ]
     show(f"A step of {given.size} by {given.by} parallelism, two processes", ["", "step, s", "CPU s of both"], rows)
     pairs = list(zip(took["cell"], took["plain"], strict=True))
-    ratios = [mine[0] / theirs[0] for mine, theirs in pairs]
-    processor = median(mine[1] / theirs[1] for mine, theirs in pairs)
-    print(f"ratio of steps {median(ratios):.3f} ({verdict(median(ratios), TARGET)}), of CPU {processor:.3f}")
-    note(Figure("a step of a cell, of plain torch's", f"{given.size}, {given.by} {PROCESSES}", ratios, TARGET))
+    for at, name in enumerate(("a step of a cell, of plain torch's", "the same, CPU")):
+        ratios = [mine[at] / theirs[at] for mine, theirs in pairs]
+        print(f"{name}: {median(ratios):.3f} ({verdict(median(ratios), TARGET)})")
+        note(Figure(name, f"{given.size}, {given.by} {PROCESSES}", ratios, TARGET))
 
 
 if __name__ == "__main__":
