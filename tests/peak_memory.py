@@ -11,11 +11,13 @@ import json
 import mmap
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import crew
 import torch
-from crew import Strikes, Task, engine_of, train
+from crew import Crew, Strikes, Task, Worker, engine_of, train
 from fills import fill_staged
 from late_device import LateDevice
 from shoal.blocks.flat import adopt, lay_out_model, trainable
@@ -37,16 +39,20 @@ from tensor_bytes import TensorBytes, in_torchs_memory, seen_bytes
 WIDTH, LAYERS = 512, 6
 UNIT = 4 * WIDTH * WIDTH
 """Bytes of the parameters of a layer, the largest unit."""
+WARM = 2
+"""Steps after which all memory is in use."""
+PATIENCE_SECONDS = 300.0
+"""Four workers of millions of parameters, on a busy machine."""
 
 
 class Layers(nn.Module):
-    """Units of a mebibyte each."""
+    """Units of a mebibyte each, if nothing else is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.embedding = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
         hidden = self.embedding(tokens)
@@ -193,6 +199,24 @@ def in_fills_on_a_device(peaks: Peaks) -> None:
     peaks.end("fill on a device")
 
 
+def in_a_crew(peaks: Peaks, more: dict[str, Any], name: str) -> None:
+    """Of all workers of a world of four: their devices' bytes at the most, from the third step on."""
+
+    def look(worker: Worker, _: str, __: int) -> None:
+        if worker.engine.context.state.step >= WARM:
+            peaks.found[name] = max(peaks.found.get(name, 0), peaks.counter.most)
+        peaks.counter.forget_most()
+
+    options = {"max_steps": WARM + 1, "lanes": 4, "stage": 3, **more}
+    model = partial(Layers, 768, 10)  # messages of a usual size are not packed
+    task = Task(options, model=model, optimizer=adamw, scheduler=lambda _: None, device=CountedDevice)
+    crew.PATIENCE_SECONDS = PATIENCE_SECONDS
+    gc.collect()
+    with Crew("abcd", task) as four:
+        four.watchers.append(look)
+        four.finish()
+
+
 def received(target: HeldBlocks, where: Stretch, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """As a fill leaves it."""
     found = {}
@@ -209,6 +233,11 @@ def main() -> None:
     in_torchs_memory()
     torch.set_num_threads(1)
     peaks = Peaks()
+    if "crew" in sys.argv:
+        for more, name in (({"mirrors": 0}, "alone"), ({"shoal": {"mirrors_on": "host"}}, "mirrors on the host")):
+            in_a_crew(peaks, more, name)
+        print(json.dumps(peaks.found))
+        return
     in_training(peaks, Path(sys.argv[1]), stream=False)
     in_training(peaks, Path(sys.argv[1]), stream=True)
     for stream in (False, True):

@@ -6,7 +6,7 @@ the formulas, and what is not in them: activations above all. Standard library o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal_protos.shape import ONE, Shape
@@ -50,6 +50,10 @@ OFFLOAD_BUFFERS = 3
 """Of pieces of a file: one is read, one updated, one written."""
 OFFLOAD_PIECE = 1 << 20
 """Parameters whose state is one piece, at most."""
+MIRROR_PIECES = 3
+"""Of mirrors on the host: one comes to the device, one is updated, one goes back."""
+MIRROR_PIECE = 1 << 18
+"""Parameters of such a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class MemorySetup:
     offload: Offload = "none"
     offload_parameters: bool = False
     """Whether stage 3 keeps its parts of the parameters in host memory."""
+    mirrors_on_host: bool = False
+    """Whether host memory keeps what is mirrored; with offload it makes no difference."""
     unit: int = 0
     """Parameters of the largest unit, frozen ones too; only stage 3 asks."""
     frozen: int = 0
@@ -141,6 +147,13 @@ class MemorySetup:
         if self.is_spare:
             return 1 / self.spares
         return min(1.0, (1 + self.mirrors - min(self.mirrors, self.spares, 1)) / self.workers)
+
+    @property
+    def copies_on_host(self) -> float:
+        """Of these, the part that is on the host, as mirrors may be; what a worker owns never is."""
+        if not self.mirrors_on_host or self.offload != "none":
+            return 0.0
+        return self.copies - (0.0 if self.is_spare else min(self.copies, 1 / self.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +233,34 @@ class MemoryEstimate:
 
 def estimate(setup: MemorySetup) -> MemoryEstimate:
     """Bytes of one worker: of the one that holds most, where workers differ by a block or a lane."""
-    items = [*_parameters(setup), *_gradients(setup), *_state(setup), *_exchange(setup)]
-    return MemoryEstimate(setup, tuple(item for item in items if item.bytes))
+    items = [*_parameters(setup), *_gradients(setup), *_state(setup), *_mirror_pieces(setup), *_exchange(setup)]
+    parts = (part for item in items for part in _without_mirrors(setup, item))
+    return MemoryEstimate(setup, tuple(part for part in parts if part.bytes))
+
+
+OF_BLOCKS = {"optimizer state", "master weights", "averages of weights", "reduced gradients"}
+"""What is held of a block that is owned or mirrored."""
+OF_BLOCKS_IN_STAGE_3 = {"parameters", "frozen parameters"}
+
+
+def _without_mirrors(setup: MemorySetup, item: MemoryItem) -> tuple[MemoryItem, ...]:
+    """An item; or what a worker owns of it, and what the host keeps of its mirrors."""
+    share = setup.copies_on_host / setup.copies
+    if not share or item.name not in OF_BLOCKS | (OF_BLOCKS_IN_STAGE_3 if setup.stage == 3 else set()):
+        return (item,)
+    mirrored = round(item.bytes * share)
+    return replace(item, bytes=item.bytes - mirrored), replace(item, bytes=mirrored, location="host")
+
+
+def _mirror_pieces(setup: MemorySetup) -> list[MemoryItem]:
+    """What of mirrors on the host is on the device while they are updated."""
+    carried = min(MIRROR_PIECES * MIRROR_PIECE, setup.kept * setup.copies_on_host)
+    width = setup.state_bytes + MASTER_BYTES[setup.precision] + SUM_BYTES[setup.precision] * setup.average
+    if setup.stage > 1:
+        width += SUM_BYTES[setup.precision]
+    if setup.stage == 3:
+        width += PARAMETER_BYTES[setup.precision]
+    return [MemoryItem("pieces of mirrors", round(width * carried), in_step=True)]
 
 
 def _parameters(setup: MemorySetup) -> list[MemoryItem]:

@@ -34,8 +34,8 @@ JOBS = shortened(
     broken_by=[
         Edit(
             "shoal.blocks.values",
-            "            part = torch.empty(elements, dtype=dtype, device=device)\n",
-            "            part = torch.empty(elements, dtype=dtype)\n            assert device\n",
+            "torch.empty(part.elements, dtype=dtype, device=self._layout.device)\n",
+            "torch.empty(part.elements, dtype=dtype)\n",
         ),
         Edit(
             "shoal.blocks.update_place",

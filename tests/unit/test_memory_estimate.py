@@ -124,6 +124,21 @@ def test_offload_moves_state_to_the_host_or_to_files() -> None:
     assert (both.at_rest("device"), both.at_rest("host")) == (0, 6 * P) and both.built
 
 
+@pytest.mark.parametrize(("stage", "moves"), [(0, 6), (1, 2), (2, 3), (3, 4)])
+def test_mirrors_on_the_host_leave_on_the_device_what_there_is_without_mirrors_and_some_pieces(
+    stage: int, moves: int
+) -> None:
+    """Of 100 million parameters and 4 workers; in stage 0 all that three of them own is mirrored by the fourth."""
+    setup = MemorySetup(100 * P, workers=4, stage=stage, lanes=4, mirrors_on_host=True)
+    on_host, beside = estimate(setup), estimate(replace(setup, mirrors_on_host=False))
+    assert on_host.at_rest("host") == (moves - (stage > 1)) * 100 * P
+    assert on_host.at_rest("device") + on_host.at_rest("host") == beside.at_rest("device")
+    pieces = [item.bytes for item in on_host.items if item.name == "pieces of mirrors"]
+    assert pieces == [(8, 8, 12, 16)[stage] * 3 << 18]
+    without = estimate(replace(setup, mirrors=0, mirrors_on_host=False))
+    assert stage == 0 or on_host.at_most("device") == without.at_most("device") + pieces[0]
+
+
 @pytest.mark.parametrize(
     ("lanes", "workers", "waiting"),
     [(4, 4, 0), (8, 4, 1), (8, 3, 2), (16, 4, 2), (64, 8, 3), (64, 7, 6), (1024, 64, 4), (1024, 100, 6)],
@@ -194,6 +209,7 @@ def test_every_item_is_in_a_column_of_the_table() -> None:
     setups = [
         MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9, frozen=7, average=True) for s in STAGES
     ]
+    setups.append(MemorySetup(P, 4, 3, 16, mirrors_on_host=True))
     named = {item.name for setup in setups for item in estimate(setup).items}
     assert named == {name for names in COLUMNS.values() for name in names}
 
@@ -292,6 +308,21 @@ IN_MEMORY = [
     (3, "bf16", "none"), (2, "fp16", "none"), (1, "fp32", "host"), (2, "bf16", "host"), (3, "bf16", "host"),
     (3, "fp32", "parameters"), (3, "bf16", "parameters"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "precision"), shortened([(1, "bf16"), (2, "fp32"), (3, "fp32")], (3, "fp32")))
+def test_with_mirrors_on_the_host_workers_hold_what_is_estimated(
+    stage: int, precision: Precision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 2, "lanes": 4, "stage": stage, "precision": HALVES[precision]}
+    task = Task({**options, "shoal": {"mirrors_on": "host"}}, model=Wide, optimizer=adamw, device=LateDevice)
+    setup = MemorySetup(WIDE, 4, stage, 4, 1, precision, mirrors_on_host=True)
+    with Crew("abcd", task) as crew:
+        crew.finish()
+    expected = estimate(setup).at_rest("device") + estimate(setup).at_rest("host")
+    logged = memory_lines(capsys)
+    assert [line["estimated_bytes"] for line in logged] == [expected] * 4
+    assert all(0.9 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
 
 
 @pytest.mark.parametrize(("stage", "precision", "offload"), shortened(IN_MEMORY, IN_MEMORY[-1]))

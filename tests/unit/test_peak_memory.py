@@ -24,10 +24,14 @@ SMALL = 1 << 16
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Bytes above what was there before, by what was done; and what is left of them."""
-    place = tmp_path_factory.mktemp("peaks")
+    return measured(tmp_path_factory.mktemp("peaks"))
+
+
+def measured(place: Path, *more: str) -> dict[str, int]:
+    """As `peak_memory.py` prints it."""
     path = f"{TESTS}:{TESTS / 'unit'}"
     environment = {**os.environ, **preloaded(place), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "peak_memory.py"), str(place)]
+    command = [sys.executable, str(TESTS / "peak_memory.py"), str(place), *more]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stderr
     return dict(json.loads(done.stdout))
@@ -47,6 +51,14 @@ def test_a_streamed_save_takes_no_copy(peaks: dict[str, int]) -> None:
 def test_on_a_device_nothing_takes_more_than_two_units_above_what_is_there(peaks: dict[str, int], work: str) -> None:
     assert peaks[f"{work} on a device"] <= 2 * peaks["unit"] + SMALL
     assert peaks[f"{work} on a device, left"] <= SMALL
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_mirrors_on_the_host_take_no_more_of_a_device_than_none(tmp_path: Path) -> None:
+    """Stage 3, four workers, by the bytes of all their devices at the peak of a step."""
+    peaks = measured(tmp_path, "crew")
+    assert peaks["mirrors on the host"] <= 1.05 * peaks["alone"]
 
 
 def test_a_fingerprint_and_an_export_take_two_units_at_most(peaks: dict[str, int]) -> None:

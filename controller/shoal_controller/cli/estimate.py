@@ -345,7 +345,7 @@ COLUMNS = {
     "lane sums": ("lane sums",),
     "optimizer": ("optimizer state",),
     "masters": ("master weights", "averages of weights"),
-    "buffers": ("exchange buffers", "gathered units", "offload buffers"),
+    "buffers": ("exchange buffers", "gathered units", "offload buffers", "pieces of mirrors"),
 }
 """Of the table, with the names of what they add up."""
 LOCATIONS: tuple[Location, ...] = ("device", "host", "file")
@@ -417,7 +417,8 @@ def _heading(setup: MemorySetup, left: int) -> str:
     whose += f" and {plural(spares, 'spare')}" if (spares := setup.spares or left) else ""
     return (
         f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {whose}, "
-        f"{plural(setup.lanes, 'lane')}{of_a_lane}, {plural(setup.mirrors, 'mirror')}{offload}"
+        f"{plural(setup.lanes, 'lane')}{of_a_lane}, {plural(setup.mirrors, 'mirror')}"
+        f"{' on the host' * bool(setup.mirrors and setup.mirrors_on_host)}{offload}"
     )
 
 

@@ -53,6 +53,8 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
         found["average"] = True
     if _device(config, "zero_optimization.offload_param.device", {"none": "none", "cpu": "host"}) == "host":
         found["offload_parameters"] = True
+    if _device(config, "shoal.mirrors_on", {"device": "device", "host": "host"}) == "host":
+        found["mirrors_on_host"] = True
     return {name: value for name, value in found.items() if value is not None}
 
 

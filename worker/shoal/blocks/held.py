@@ -66,7 +66,7 @@ class HeldBlocks:
         segments = self.segments
         if segments.shared is not None:
             segments.shared.give_back(self.layout.stretches(self._expected.runs - self.runs - runs))
-        self._expected = FillMemory(self.layout, runs, segments.place.weights_memory)
+        self._expected = FillMemory(self.layout, runs, segments.place_of_fills.weights_memory)
         self.home.expect(runs)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
@@ -90,6 +90,10 @@ class HeldBlocks:
             self.home.keep_only(kept)
         self.home.put(list(states), ReceivedStates(self.layout, states))
         self.segments.join_neighbours()
+
+    def own(self, runs: Runs) -> None:
+        """These are owned here from now on: what is held of them, and of others, moves to where it belongs."""
+        self.segments.own(runs)
 
     def keep_only(self, runs: Runs) -> None:
         """Frees every other block."""

@@ -36,6 +36,8 @@ class Segment:
     has_master: bool
     weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
     average: Tensor | None = None  # (elements,) of the bucket's wide dtype: once there is one
+    is_on_host: bool = False
+    """Whether it is a copy whose state lies on the host of the device that updates it."""
 
 
 @dataclass(frozen=True, slots=True)

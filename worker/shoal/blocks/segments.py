@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, State
 from shoal.blocks.optimizer_step import OptimizerStep, Segment
 from shoal.blocks.shared_weights import SharedWeights
-from shoal.blocks.update_place import UpdatePlace
+from shoal.blocks.update_place import CopiesOnHost, UpdatePlace
 from shoal.blocks.values import BlockValues
 from shoal.core.average_rule import AverageRule
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
@@ -71,6 +71,10 @@ class Segments:
         """None: no averages are kept."""
         self.averages_now = False
         """Whether the next update counts in averages."""
+        self.copies: CopiesOnHost | None = None
+        """Where copies of blocks that others own lie; set before anything is held. None: where all lie."""
+        self.owned = NO_BLOCKS
+        """The blocks that this worker owns; said only where copies lie elsewhere."""
 
     # ---- one segment
 
@@ -112,14 +116,14 @@ class Segments:
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
     ) -> Segment:
         """One with this state, which is not among the others yet."""
-        bucket = self.layout.buckets[stretch.bucket]
-        state = self.place.bring(bucket, state)
+        bucket, place = self.layout.buckets[stretch.bucket], self._place_of(stretch)
+        state = place.bring(bucket, state)
         has_master = MASTER in state and bucket.has_masters
         weights = self._weights(stretch, state) if self.keeps_weights else None
         parameter = state[MASTER] if has_master else self.parameters.of(stretch) if weights is None else weights
         if self.have_state and not (has_master or bucket.is_frozen):
-            parameter = self.place.updated(parameter)
-        segment = Segment(stretch, parameter, has_master, weights, state.get(AVERAGE))
+            parameter = place.updated(parameter)
+        segment = Segment(stretch, parameter, has_master, weights, state.get(AVERAGE), place is self.copies)
         apart = {AVERAGE, MASTER, WEIGHTS} if has_master else {AVERAGE, WEIGHTS}
         self.give_state(segment, {key: value for key, value in state.items() if key not in apart})
         return segment
@@ -179,7 +183,41 @@ class Segments:
         given = state.get(WEIGHTS, state.get(MASTER) if bucket.has_masters else None)
         if self.shared is not None:
             return self.shared.put(stretch, given)
-        return self.place.weights(given, stretch.blocks * bucket.block_elements, bucket.dtype)
+        return self._place_of(stretch).weights(given, stretch.blocks * bucket.block_elements, bucket.dtype)
+
+    # ---- where they lie
+
+    def _place_of(self, stretch: Stretch) -> UpdatePlace:
+        """All of whose blocks are owned here, or none, where that makes a difference."""
+        return self.place if self.copies is None or self.layout.runs([stretch]) <= self.owned else self.copies
+
+    @property
+    def place_of_fills(self) -> UpdatePlace:
+        """What comes is owned by others."""
+        return self.copies or self.place
+
+    def by_place(self, stretch: Stretch) -> list[Stretch]:
+        """Its blocks, in as few stretches as lie in one place each."""
+        if self.copies is None:
+            return [stretch]
+        mine = self.layout.runs([stretch])
+        return sorted(self.layout.stretches(mine & self.owned) + self.layout.stretches(mine - self.owned))
+
+    def own(self, runs: Runs) -> None:
+        """These blocks are owned here from now on, and all others by others: their state moves to where it belongs,
+        segment by segment.
+        """
+        if self.copies is None or runs == self.owned:
+            return
+        self.owned, index = runs, 0
+        while index < len(self.in_order):
+            segment = self.in_order[index]
+            parts = self.by_place(segment.stretch)
+            if len(parts) > 1 or segment.is_on_host != (self._place_of(segment.stretch) is self.copies):
+                moved = [self._split_off(segment, stretch) for stretch in parts]
+                self.twin.state.pop(segment.parameter, None)
+                self._regroup(self.in_order[:index] + moved + self.in_order[index + 1 :], self.runs)
+            index += len(parts)
 
     # ---- which there are
 
@@ -206,8 +244,13 @@ class Segments:
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         stays = {WEIGHTS} if self.shared is not None else set()
-        parts = self.part_of(segment, stretch).items()
-        return self.make(stretch, {key: one if key in stays else one.clone() for key, one in parts})
+        parts, to_host = self.part_of(segment, stretch), self._place_of(stretch) is self.copies
+        if to_host and not segment.is_on_host:
+            stays = {key for key, one in parts.items() if one.dim()}  # it is copied where it is brought
+        elif segment.is_on_host and not to_host and self.copies is not None:
+            parts = {key: self.copies.bring_up(one) for key, one in parts.items()}
+            stays = {key for key, one in parts.items() if one.dim()}
+        return self.make(stretch, {key: one if key in stays else one.clone() for key, one in parts.items()})
 
     def join(self) -> None:
         """Makes neighbours of one bucket one segment, if there are so many that it is worth a copy: else a job would
@@ -237,6 +280,8 @@ class Segments:
         """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
         if (segment.stretch.bucket, segment.stretch.stop) != (other.stretch.bucket, other.stretch.start):
             return False
+        if segment.is_on_host != other.is_on_host:
+            return False
         mine, theirs = self.state_of(segment), self.state_of(other)
         are_alike = mine.keys() == theirs.keys() and all(
             value is theirs[key] or (value.dim() == theirs[key].dim() and (value.dim() or value.equal(theirs[key])))
@@ -245,14 +290,14 @@ class Segments:
         return are_alike and (anywhere or _lie_together(mine, theirs))
 
     def _join_run(self, segments: list[Segment]) -> Segment:
-        states = [self.state_of(segment) for segment in segments]
+        states, is_on_host = [self.state_of(segment) for segment in segments], segments[0].is_on_host
         for segment in segments:
             self.twin.state.pop(segment.parameter, None)
         first, last = segments[0].stretch, segments[-1].stretch
         state: State = {}
         for key in [*states[0]]:
             parts = [one.pop(key) for one in states]  # each is gone before the next is copied
-            state[key] = parts[0] if parts[0].dim() == 0 else _in_one_piece(parts)
+            state[key] = parts[0] if parts[0].dim() == 0 else _in_one_piece(parts, self.copies if is_on_host else None)
         return self.make(Stretch(first.bucket, first.start, last.stop), state)
 
     def _regroup(self, segments: list[Segment], runs: Runs) -> None:
@@ -295,12 +340,14 @@ def _are_adjacent(
 
 def _in_one_piece(
     parts: Sequence[Tensor],  # each (elements,), of one dtype
+    place: UpdatePlace | None,
 ) -> Tensor:  # (sum of their elements,)
-    """A view where they lie so in memory, a copy elsewhere."""
+    """A view where they lie so in memory, else a copy: in that place, or where they lie."""
     total = sum(part.numel() for part in parts)
     if all(map(_are_adjacent, parts, parts[1:])):
         return parts[0].as_strided((total,), (1,))
-    return torch.cat(list(parts), out=memory_on(parts[0].device, total, parts[0].dtype))
+    dtype, device = parts[0].dtype, parts[0].device
+    return torch.cat(list(parts), out=place.memory(total, dtype) if place else memory_on(device, total, dtype))
 
 
 class HeldWeights:

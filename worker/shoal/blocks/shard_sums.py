@@ -30,6 +30,8 @@ class ShardSums:
 
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self.live, self.reduced = Leaves(layout, are_narrow), ShardValues(layout)
+        self.are_mirrored_by_host = False
+        """Whether what others mirror comes to the memory of their hosts; alike on all workers."""
         self.over_cell: OverCell | None = None
         """As that of `LaneSums`."""
         self._all = self.unused = every_one(layout)
@@ -55,9 +57,9 @@ class ShardSums:
     def lane_done(self, lane: int, is_last: bool) -> None:
         """It has left with its backward."""
 
-    def keep(self, runs: Runs) -> None:
-        """The blocks that this worker replays at the coming vote."""
-        self.reduced.keep(runs)
+    def keep(self, runs: Runs, owned: Runs) -> None:
+        """The blocks that this worker replays at the coming vote; `owned`: those of them that it owns."""
+        self.reduced.keep(runs, owned)
 
     def clear(self) -> None:
         """The step's sums are void, or applied: their memory serves the next forward."""

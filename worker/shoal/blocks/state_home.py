@@ -28,9 +28,10 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, LoadedState, Sta
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.segments import HeldAverages, HeldWeights, Segments
 from shoal.blocks.update_place import Coming
-from shoal.blocks.values import BlockValues, StretchValues
+from shoal.blocks.values import BlockValues, FindMemory, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.hyper import has_turn
+from shoal.process.device import DeviceCopy
 from shoal.process.host_memory import memory_on
 
 PART_BYTES = 16 << 20
@@ -183,14 +184,28 @@ class InMemory:
     # ---- to hold
 
     def expect(self, runs: Runs) -> None:
-        self._expected = FillMemory(self.segments.layout, runs, self.segments.place.memory)
+        self._expected = FillMemory(self.segments.layout, runs, self.segments.place_of_fills.memory)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype, /) -> Tensor:  # (elements,) of `dtype`
         return self._expected.part(stretch, key, dtype)
 
     def put(self, stretches: Sequence[Stretch], source: StateSource) -> None:
-        segments = self.segments
-        segments.add([segments.make(one, source.of(one)) for one in stretches], segments.layout.runs(stretches))
+        segments, made = self.segments, list[Segment]()
+        for stretch in stretches:
+            state = source.of(stretch)
+            for part in segments.by_place(stretch):
+                made.append(segments.make(part, state if part == stretch else self._cut(state, stretch, part)))
+        segments.add(made, segments.layout.runs(stretches))
+
+    def _cut(
+        self,
+        state: State,  # each (elements of the stretch,), or ()
+        stretch: Stretch,
+        part: Stretch,
+    ) -> State:  # each (elements of the part,), or (): copies
+        size = self.segments.layout.buckets[stretch.bucket].block_elements
+        first, stop = ((at - stretch.start) * size for at in (part.start, part.stop))
+        return {key: (value[first:stop] if value.dim() else value).clone() for key, value in state.items()}
 
     def keep_only(self, runs: Runs) -> None:
         self.segments.keep_only(runs)
@@ -229,16 +244,27 @@ class InMemory:
         place.begin_update()
         trained = trained_segments(segments.in_order, segments.layout, segments.twin)
         parts = parts_of(trained, segments.steps_in_parts)
-        coming = self._bring_down(parts[0].segments, gradients)
+        copies = CopiesUpdate(segments, gradients, [one for part in parts for one in part.segments])
+        beside = [[one for one in part.segments if not one.is_on_host] for part in parts]
+        coming = self._bring_down(beside[0], gradients)
         for index, part in enumerate(parts):
-            following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []
-            place.update(segments.optimizer_step, part.segments, coming, scale)
+            following = self._bring_down(beside[index + 1], gradients) if index + 1 < len(parts) else []
+            place.update(segments.optimizer_step, beside[index], coming, scale)
             if segments.averages_now:
-                segments.average(part.segments, are_updated=True)
+                segments.average(beside[index], are_updated=True)
+            copies.make(part.segments, scale)
             coming = following
             on_updated(part.first_bucket)
+        copies.end()
         if segments.averages_now:
-            segments.average(without_a_turn(segments.in_order, segments.layout, segments.twin), are_updated=False)
+            self._average(without_a_turn(segments.in_order, segments.layout, segments.twin), gradients)
+
+    def _average(self, unchanged: Sequence[Segment], gradients: BlockValues) -> None:
+        """Of weights that were not updated now."""
+        copies = CopiesUpdate(self.segments, gradients, unchanged)
+        self.segments.average([one for one in unchanged if not one.is_on_host], are_updated=False)
+        copies.make(unchanged, None)
+        copies.end()
 
     def _bring_down(self, segments: Sequence[Segment], gradients: BlockValues) -> list[Coming]:
         place, parameters_of = self.segments.place, self.segments.parameters_of
@@ -257,6 +283,111 @@ class InMemory:
         own = [one for one in self.segments.in_order if not one.has_master]
         copied = [one for one in own if one.parameter.data_ptr() != self.segments.parameters_of(one).data_ptr()]
         return {"state": self.state_bytes() + sum(one.parameter.nbytes for one in copied)}
+
+
+PIECE_ELEMENTS = 1 << 18
+"""Of a copy that goes through the device: a mebibyte of each tensor, far more than a transfer costs to begin."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Of a copy on the host. `update`: the same on the device."""
+
+    of: Segment
+    update: Segment
+    coming: Coming
+    is_last: bool
+
+
+class CopiesUpdate:
+    """One update of the copies on the host among segments, in their order: piece by piece through the device, where
+    their owners' kernels run. One comes up while another is updated, and one goes down.
+    """
+
+    def __init__(self, segments: Segments, gradients: BlockValues, trained: Sequence[Segment]) -> None:
+        self._segments, self._gradients = segments, gradients
+        self._copies = [one for one in trained if one.is_on_host]
+        self._brought = self._bring()
+        self._next = next(self._brought, None)
+        self._made: State = {}
+        """What the optimizer makes of the segment at hand that it had not before."""
+        self._going: tuple[list[DeviceCopy], list[DeviceCopy]] = [], []
+        """Down: those of the piece before the last, and of the last."""
+
+    def make(self, segments: Sequence[Segment], scale: float | None) -> None:
+        """Of the next ones. `scale`: None: their weights enter averages alone."""
+        last = next((one for one in reversed(segments) if one.is_on_host), None)
+        while last is not None and (piece := self._next) is not None:
+            self._next = next(self._brought, None)
+            self._update(piece, scale)
+            if piece.is_last and piece.of is last:
+                break
+
+    def end(self) -> None:
+        """All of it lies on the host again, and nothing refers to what was on the device."""
+        if self._copies:
+            for group in self._segments.twin.param_groups:
+                group["params"] = []
+        for copy in (one for copies in self._going for one in copies):
+            copy.wait()
+
+    def _bring(self) -> Iterator[_Piece]:
+        """Each when it is asked for."""
+        for of in self._copies:
+            size = max(1, PIECE_ELEMENTS // self._segments.layout.buckets[of.stretch.bucket].block_elements)
+            for start in range(of.stretch.start, of.stretch.stop, size):
+                stop = min(of.stretch.stop, start + size)
+                yield self._piece(of, Stretch(of.stretch.bucket, start, stop), stop == of.stretch.stop)
+
+    def _piece(self, of: Segment, stretch: Stretch, is_last: bool) -> _Piece:
+        segments, place = self._segments, self._segments.copies
+        assert place is not None, "a copy lies on the host"
+        state = segments.part_of(of, stretch)
+        rounded = state.pop(WEIGHTS) if of.has_master and of.weights is not None else None
+        state = {key: place.bring_up(one) if one.dim() else one.clone() for key, one in state.items()}
+        master, average, weights = state.pop(MASTER, None), state.pop(AVERAGE, None), state.pop(WEIGHTS, None)
+        if rounded is not None:  # what the update makes of the master weights
+            weights = torch.empty_like(rounded, device=segments.layout.device)
+        parameters = weights if weights is not None else segments.parameters.of(stretch)
+        update = Segment(stretch, parameters if master is None else master, of.has_master, weights, average)
+        segments.give_state(update, state)
+        return _Piece(of, update, Coming(place.bring_up(self._gradients.of(stretch)), parameters, []), is_last)
+
+    def _update(self, piece: _Piece, scale: float | None) -> None:
+        segments = self._segments
+        if scale is not None:
+            segments.place.update(segments.optimizer_step, [piece.update], [piece.coming], scale)
+        if segments.averages_now:
+            segments.average([piece.update], are_updated=True)
+        state = segments.state_of(piece.update)
+        if scale is None:
+            state = {AVERAGE: state[AVERAGE]}
+        segments.twin.state.pop(piece.update.parameter, None)
+        for copy in self._going[0]:
+            copy.wait()
+        self._going = self._going[1], self._bring_down(piece, state)
+        if piece.is_last:
+            numbers = {key: one for key, one in state.items() if not one.dim()}
+            piece.of.average = self._made.pop(AVERAGE, piece.of.average)
+            segments.give_state(piece.of, {**self._made, **numbers})
+            self._made = {}
+
+    def _bring_down(
+        self,
+        piece: _Piece,
+        state: State,  # each (elements of the piece,) on the device, or ()
+    ) -> list[DeviceCopy]:
+        """Begins to copy it to where it lies on the host."""
+        place, layout = self._segments.copies, self._segments.layout
+        assert place is not None, "a copy lies on the host"
+        kept, (start, stop) = self._segments.state_of(piece.of), layout.elements(piece.of.stretch)
+        first, last = (at - start for at in layout.elements(piece.update.stretch))
+        copies = list[DeviceCopy]()
+        for key, value in ((key, one) for key, one in state.items() if one.dim()):
+            if key not in kept and key not in self._made:
+                self._made[key] = place.memory(stop - start, value.dtype)
+            copies.append(place.device.to_host(value, {**self._made, **kept}[key][first:last]))
+        return copies
 
 
 def trained_segments(segments: list[Segment], layout: Layout, twin: torch.optim.Optimizer) -> list[Segment]:
@@ -341,9 +472,6 @@ def _found(
     value: Tensor | None,  # of any shape
 ) -> str:
     return "found none" if value is None else f"found {value.dtype} of shape {tuple(value.shape)}"
-
-
-FindMemory = Callable[[int, torch.dtype], Tensor]  # (elements,) of the dtype
 
 
 class FillMemory:

@@ -205,6 +205,65 @@ class OnTheHost:
         self._going += [copy for copy in copies_up if copy is not None]
 
 
+class CopiesOnHost(BesideParameters):
+    """Where copies of blocks that others own lie, of a model on this device: in pinned host memory, parameters that are
+    with the state too. They are updated on the device, as their owners' are: the home brings them up piece by piece.
+    """
+
+    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer, device: Device) -> None:
+        super().__init__(layout, optimizer)
+        self.device = device
+
+    def bring(self, bucket: Bucket, state: State) -> State:  # each (elements of a stretch,), or ()
+        found, going = super().bring(bucket, {key: one for key, one in state.items() if not one.dim()}), []
+        for key, value in state.items():
+            if value.dim():
+                found[key], copies = self._brought_down(value)
+                going += copies
+        for copy in going:
+            copy.wait()
+        return found
+
+    def _brought_down(
+        self,
+        value: Tensor,  # (elements,)
+    ) -> tuple[Tensor, list[DeviceCopy]]:  # (elements,) on the host
+        """Where it is to lie, and what has to land there first."""
+        if self.device.is_pinned(value):
+            return value, []
+        here = self.memory(value.numel(), value.dtype)
+        if self.device.holds(value):
+            return here, [self.device.to_host(value, here)]
+        return here.copy_(value), []
+
+    def memory(self, elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
+        return self.device.pinned(elements, dtype)
+
+    weights_memory = memory
+
+    def weights(
+        self,
+        given: Tensor | None,  # (elements,) of any dtype
+        elements: int,
+        dtype: torch.dtype,
+    ) -> Tensor:  # (elements,) of `dtype`
+        if given is not None and given.dtype == dtype:
+            return given
+        here = self.weights_memory(elements, dtype)
+        return here.zero_() if given is None else here.copy_(given)
+
+    def bring_up(
+        self,
+        value: Tensor,  # (elements,) on the host, or ()
+    ) -> Tensor:  # the same on the device; () as it is
+        """What this thread gives the device from now on finds it there; the host does not wait."""
+        if not value.dim() or self.device.holds(value):
+            return value
+        there = memory_on(self.device.kind, value.numel(), value.dtype)
+        self.device.to_device(value, there, self.device.promise(there)).join()
+        return there
+
+
 UpdatePlace = BesideParameters | OnTheHost
 
 

@@ -7,7 +7,8 @@ update, norm, exchange, digests and saves read by range and need not know.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -79,27 +80,45 @@ class WholeValues:
         return sum(flat.nbytes for flat in self.flats)
 
 
+FindMemory = Callable[[int, torch.dtype], Tensor]  # (elements,) of the dtype
+
+
+@dataclass(slots=True)
+class _Part:
+    """Of a stretch. `values`: `(elements,)`; None: nothing has come yet."""
+
+    elements: int
+    is_owned: bool
+    values: Tensor | None = None
+
+
 class ShardValues:
     """Of some blocks, in the wide dtype of their buckets. Memory is found for what comes: it comes for all blocks of a
     stretch, or none is read.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout, self.runs = layout, NO_BLOCKS
+        self._layout, self.runs, self._owned = layout, NO_BLOCKS, NO_BLOCKS
+        self.find_for_copies: FindMemory | None = None
+        """Where those of blocks that others own lie; None: where all lie."""
         self._starts: list[list[int]] = []
-        self._parts: list[list[tuple[int, Tensor | None]]] = []
-        """Per bucket and stretch, its elements and `(elements,)`; None: nothing has come yet."""
+        self._parts: list[list[_Part]] = []
+        """Per bucket and stretch."""
 
-    def keep(self, runs: Runs) -> None:
-        """Of these blocks, from now on; the values of others are forgotten."""
-        if runs == self.runs:
+    def keep(self, runs: Runs, owned: Runs = NO_BLOCKS) -> None:
+        """Of these blocks, from now on; the values of others are forgotten. `owned`: those of them that this worker
+        owns; read only where copies lie elsewhere.
+        """
+        owned = runs & owned if self.find_for_copies is not None else NO_BLOCKS
+        if (runs, owned) == (self.runs, self._owned):
             return
-        self.runs = runs
+        self.runs, self._owned = runs, owned
         self._starts, self._parts = [[] for _ in self._layout.buckets], [[] for _ in self._layout.buckets]
-        for stretch in self._layout.stretches(runs):
+        mine = [(one, True) for one in self._layout.stretches(owned)]
+        for stretch, is_owned in sorted(mine + [(one, False) for one in self._layout.stretches(runs - owned)]):
             start, stop = self._layout.elements(stretch)
             self._starts[stretch.bucket].append(start)
-            self._parts[stretch.bucket].append((stop - start, None))
+            self._parts[stretch.bucket].append(_Part(stop - start, is_owned))
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
         return self.range(stretch.bucket, *self._layout.elements(stretch))
@@ -107,15 +126,17 @@ class ShardValues:
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         index = bisect_right(self._starts[bucket], start) - 1
         first = self._starts[bucket][index]
-        elements, part = self._parts[bucket][index]
-        assert index >= 0 and stop - first <= elements, f"{bucket}:{start}:{stop} lies in no kept blocks"
-        if part is None:
-            dtype, device = self._layout.buckets[bucket].wide_dtype, self._layout.device
-            part = torch.empty(elements, dtype=dtype, device=device)
-            self._parts[bucket][index] = elements, part
-        return part[start - first : stop - first]
+        part = self._parts[bucket][index]
+        assert index >= 0 and stop - first <= part.elements, f"{bucket}:{start}:{stop} lies in no kept blocks"
+        if part.values is None:
+            dtype = self._layout.buckets[bucket].wide_dtype
+            if part.is_owned or self.find_for_copies is None:
+                part.values = torch.empty(part.elements, dtype=dtype, device=self._layout.device)
+            else:
+                part.values = self.find_for_copies(part.elements, dtype)
+        return part.values[start - first : stop - first]
 
     @property
     def bytes(self) -> int:
         """What they take."""
-        return sum(part.nbytes for parts in self._parts for _, part in parts if part is not None)
+        return sum(one.values.nbytes for parts in self._parts for one in parts if one.values is not None)

@@ -285,6 +285,11 @@ class Shoal(Section):
     mirrors: Annotated[Whole, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
     losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
+    mirrors_on: Annotated[Literal["device", "host"], Allowed('"device" or "host"')] = "device"
+    """Memory that keeps what a worker mirrors, where the model is on an accelerator. `host`: pinned memory of the host,
+    from which it goes through the device piece by piece when it is updated, with the same bits: the device holds no
+    more than with `mirrors` 0, and steps take longer ([Devices](devices.md#mirrors-on-the-host)). With a model on the
+    CPU all memory is the host's, and `host` has no effect but a warning."""
     mirror_partners: Annotated[
         int, Field(ge=1, le=MOST_PARTNERS), Allowed(f"a whole number from 1 to {MOST_PARTNERS}")
     ] = DEFAULT_MIRROR_PARTNERS

@@ -203,6 +203,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         min_workers=elastic.least if elastic else 0,
         max_workers=elastic.most if elastic else 0,
         mirrors=shoal.mirrors,
+        mirrors_on_host=shoal.mirrors_on == "host",
         mirror_partners=shoal.mirror_partners,
         seed=shoal.seed,
         max_steps=shoal.max_steps,
@@ -303,6 +304,8 @@ def _unfit(document: Document, beside: Beside) -> Iterator[str]:
     for key, path in paths.items():
         if name := unset_variable(path):
             yield f"`{key}` is {shown(path)}, and the environment has no {name}; set it, or write the path out."
+    if shoal.mirrors_on == "host":
+        yield from _mirrors_on_host_faults(document)
     if shoal.max_steps is None and shoal.epochs is None and not beside.open_end:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from cell_faults(document)
@@ -315,6 +318,19 @@ def _unfit(document: Document, beside: Beside) -> Iterator[str]:
         value = getattr(shoal.checkpoint, key)
         if value is not None and shoal.checkpoint.path is None:
             yield f"`shoal.checkpoint.{key}` is {shown(value)}, but no `shoal.checkpoint.path` says where to save."
+
+
+def _mirrors_on_host_faults(document: Document) -> Iterator[str]:
+    """Where none is kept, or all state is away from the device already."""
+    device = document.zero_optimization.offload_optimizer.device
+    if not document.shoal.mirrors and document.zero_optimization.stage:
+        yield '`shoal.mirrors_on` is "host" and `shoal.mirrors` is 0: there are none; leave `mirrors_on` out.'
+    if device != "none":
+        where = "host memory" if device == "cpu" else "files"
+        yield (
+            f'`shoal.mirrors_on` is "host" and `zero_optimization.offload_optimizer.device` is "{device}": all state '
+            f"is in {where} then, that of mirrors too; leave one of the two out."
+        )
 
 
 def _wrong_parameters(optimizer: Optimizer | None, is_given: bool) -> Iterator[str]:

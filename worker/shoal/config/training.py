@@ -56,6 +56,8 @@ class TrainingConfig:
     max_workers: int
     """Most workers, likewise."""
     mirrors: int
+    mirrors_on_host: bool
+    """Whether host memory keeps the state of blocks that others own: where parameters are there nothing changes."""
     mirror_partners: int
     """Mirrors as given: not yet limited by the world nor raised by stage 0."""
     seed: int
@@ -125,11 +127,13 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
     compares = {"shoal.check_collectives": True} if config.check_collectives else {}
     averages = {} if config.average is None else {"shoal.average": asdict(config.average)}
+    routes = {"shoal.mirrors_on": "host"} if config.mirrors_on_host and config.stage > 1 else {}  # by the host
     piped = {"micro-batches of a schedule": config.micro_batches_per_call} if config.cell.pipeline > 1 else {}
     values: dict[str, object] = {
         **elastic,
         **compares,
         **averages,
+        **routes,
         **piped,
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,

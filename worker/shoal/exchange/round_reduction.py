@@ -22,7 +22,7 @@ from shoal.core.tree import NO_LANE, RoundSum
 from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
 from shoal.exchange.pieces import Extents, cached, elements_in
-from shoal.exchange.traffic import MIRRORED, PARTIALS, Contributor, RoundsTraffic, sums_dtype
+from shoal.exchange.traffic import MIRRORED, MIRRORED_BY_HOST, PARTIALS, Contributor, RoundsTraffic, sums_dtype
 from shoal.group.group import USER_STEPS, Group, Waiting, Work, WorldChanged
 
 
@@ -63,7 +63,7 @@ class RoundReduction:
         self._pieces, self._mirrored = len(traffic.pieces), traffic.mirrored(boundaries)
         self._order, self._until_filled = rounds.order, rounds.order.until
         self._positions = self._pieces * len(rounds.rounds)
-        sums.keep(traffic.replays(boundaries)[traffic.rank])
+        sums.keep(traffic.replays(boundaries)[traffic.rank], traffic.owned[traffic.rank])
         self._flight: dict[int, _InFlight] = {}
         self._parts = [
             [tuple[Parts, ...]({} for _ in rounds.contributors[piece.division]) for _ in each]
@@ -76,7 +76,8 @@ class RoundReduction:
         self._lane = self._complete = 0
         """Which of the lanes here is at hand, and how many of the first buckets in the order it has filled."""
         self._waiting: Waiting | None = None
-        self._mirror_sends: list[Posted] = []
+        self._mirror_tag = MIRRORED_BY_HOST if sums.are_mirrored_by_host else MIRRORED
+        self._mirror_sends: list[Work] = []
         self._mirror_receives: list[PackedReceive] = []
         self._broken = False
         self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
@@ -141,7 +142,7 @@ class RoundReduction:
         self._send()
         self._settle_up_to(self._positions)
         self._group.progress.reach(StepPhase.REDUCTION)
-        mirrored = [one.work for one in self._mirror_receives] + [work for work, _ in self._mirror_sends]
+        mirrored = [one.work for one in self._mirror_receives] + self._mirror_sends
         self._group.wait(mirrored)
         for one in self._mirror_receives:
             one.unpack()
@@ -182,7 +183,7 @@ class RoundReduction:
                     flight.arrived[peer, message] = arriving
             if number == len(self._rounds.rounds) - 1:
                 for peer, extents in self._mirrored.receives[piece]:
-                    arrival = PackedReceive(self._group, peer, MIRRORED, self._sums.reduced, extents)
+                    arrival = PackedReceive(self._group, peer, self._mirror_tag, self._sums.reduced, extents)
                     self._mirror_receives.append(arrival)
             self._posted += 1
 
@@ -294,7 +295,8 @@ class RoundReduction:
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
         for peer, extents in self._mirrored.sends[piece]:
-            self._mirror_sends.append(send_packed(self._group, peer, MIRRORED, self._sums.reduced, extents))
+            work, _ = send_packed(self._group, peer, self._mirror_tag, self._sums.reduced, extents)
+            self._mirror_sends.append(work)
 
 
 def _add_round(parts: Parts, order: RoundSum) -> Parts:

@@ -45,8 +45,8 @@ from shoal.group.learnt_order import Bulk
 
 (
     FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED, ASKED, GATHERED_UNIT,
-    CALLED, EVALUATED, AWAITED, LATE_UNIT, PARTS, RETURNED,
-) = range(18)  # fmt: skip
+    CALLED, EVALUATED, AWAITED, LATE_UNIT, PARTS, RETURNED, MIRRORED_BY_HOST,
+) = range(19)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 LaneSpans = tuple[tuple[Span, ...], ...]

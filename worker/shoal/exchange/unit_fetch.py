@@ -216,7 +216,8 @@ class UnitServer:
         self._answers: Answers = _nothing
         self._early: list[tuple[Key, int, int]] = []
         """Requests of members that are ahead of this one: key, peer, unit."""
-        self._sent: list[tuple[Work, Tensor]] = []
+        self._sent: list[Work] = []
+        """Each keeps what it needs of its message: one packed on a device leaves it when it is copied."""
         self.failure: ShoalError | None = None
         """Why something could not be read that this member was asked for: the group has ended by it."""
         group.serve(ASKED, 3, self.on_request)
@@ -230,7 +231,7 @@ class UnitServer:
             early, self._early = self._early, []
             for of, peer, unit in early:
                 self._take(of, peer, unit)
-        self.group.wait([work for work, _ in sent])  # who was asked in the vote before has been heard since
+        self.group.wait(sent)  # who was asked in the vote before has been heard since
 
     def on_request(
         self,
@@ -252,7 +253,7 @@ class UnitServer:
             self._early.append((key, peer, unit))
         elif key == self._key:
             tag = ANSWERED[self.group.order.on_asked(peer, unit)]
-            self._sent += [(self.group.send(one, peer, tag), one) for one in self._answers(peer, unit)]
+            self._sent += [self.group.send(one, peer, tag) for one in self._answers(peer, unit)]
         else:
             log.error("late_request", rank=peer, asked=key, stands_at=self._key, unit=unit)
             raise WorldChanged(f"rank {peer} asks for unit {unit} as of {key}, which is over")

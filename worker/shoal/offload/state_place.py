@@ -27,7 +27,7 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, State, probe_sta
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.state_home import InMemory, OnUpdated, StateSource
-from shoal.blocks.update_place import BesideParameters, Coming, OnTheHost, UpdatePlace
+from shoal.blocks.update_place import BesideParameters, Coming, CopiesOnHost, OnTheHost, UpdatePlace
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.offload.state_file import StateFile
@@ -53,6 +53,8 @@ class StatePlace:
     """Where forwards compute."""
     parameters_on_host: bool = False
     """Whether the parameters of held blocks are in host memory too."""
+    copies_on_host: bool = False
+    """Whether copies of blocks that others own are in host memory, parameters with them, where that is apart."""
 
 
 def held_blocks(
@@ -73,6 +75,11 @@ def held_blocks(
     update_place: UpdatePlace
     update_place = OnTheHost(device, parameters_on_host) if updated_on_host else BesideParameters(layout, optimizer)
     segments = Segments(layout, optimizer, parameters, update_place, keeps_weights)
+    if place.copies_on_host and device.on_host:
+        log.warning("mirrors_on_host", means="the model is on the CPU, whose memory is the host's: nothing is saved")
+    elif place.copies_on_host:
+        check_copies_in_parts(optimizer)
+        segments.copies = CopiesOnHost(layout, optimizer, device)
     if place.folder is None:
         return HeldBlocks(InMemory(segments), tensors)
     return HeldBlocks(InFile(segments, PieceStore(layout, StateFile(place.folder))), tensors)
@@ -114,6 +121,20 @@ def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
             "steps; use a class of torch.optim, or keep the state in memory "
             '(`zero_optimization.offload_optimizer.device`: "none").'
         )
+
+
+def check_copies_in_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `UserError` as `check_steps_in_parts`, for mirrors on the host."""
+    if found := next(filter(None, whole_updates(optimizer)), None):
+        why = f"{found.name} updates whole tensors, whose state is read before the vote of a step and again after it"
+    elif not may_step_in_parts(optimizer):
+        why = (
+            f"mirrors on the host are updated piece by piece, and {title_of(optimizer)} may count its steps; use a "
+            "class of torch.optim"
+        )
+    else:
+        return
+    raise UserError(f'`shoal.mirrors_on` is "host", and {why}; set "device", or leave `mirrors_on` out.')
 
 
 class AveragesInFile(HeldWeights):

@@ -87,6 +87,8 @@ class Limits:
     """Whether it keeps the parameters of held blocks too, where these are with the state."""
     peers_on_host: bool = True
     """Whether all other workers are on this one's host."""
+    mirrors_on_host: bool = False
+    """Whether host memory keeps the state of blocks that others own."""
     part: CellPart = WHOLE
     """What of the model this process has."""
     stages: tuple[tuple[Trainable, ...], ...] = ()  # the parameters of all, by place of a pipeline
@@ -101,7 +103,7 @@ class Limits:
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, one, half_dtype(precision),
             precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
-            peers_on_host, average=config.average,
+            peers_on_host, config.mirrors_on_host, average=config.average,
         )  # fmt: skip
 
 
@@ -196,9 +198,13 @@ class TrainingState:
         self.comparisons = Comparisons(at_once=self.device.on_host)
         self.sums, gradient_guard = by_stage.gradients(self.layout, self.parameters, limits, self.comparisons)
         tensors = {info.name: tensor for info, tensor in pairs}
-        place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
+        on_host = limits.state_on_host, self.device, limits.parameters_on_host, limits.mirrors_on_host
+        place = StatePlace(limits.state_folder, *on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, by_stage.keeps_weights)
         self.held.segments.shared, self.held.segments.average_rule = self.memory.shared, limits.average
+        if isinstance(self.sums, ShardSums) and limits.mirrors_on_host:
+            self.sums.are_mirrored_by_host, copies = True, self.held.segments.copies
+            self.sums.reduced.find_for_copies = copies.memory if copies is not None else None
         self.weights = by_stage.weights(self.held.segments, self.flats)
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)

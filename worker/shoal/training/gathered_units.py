@@ -295,13 +295,12 @@ class GatheredUnits:
     def _put_own(self, unit: int) -> list[DeviceCopy]:
         """Puts what is held here into a unit's flats; what lies on the host of a device comes beside its work."""
         device, (places, values) = self._context.state.device, self._own_of(unit)
-        if not values:
-            return []
-        if device.holds(values[0]):
-            torch._foreach_copy_(places, values)
-            return []
-        pairs = zip(places, values, strict=True)
-        return [device.to_device(value, place, device.promise(place)) for place, value in pairs]
+        pairs = [*zip(places, values, strict=True)]
+        here = [(place, value) for place, value in pairs if device.holds(value)]
+        if here:
+            torch._foreach_copy_([place for place, _ in here], [value for _, value in here])
+        above = [(place, value) for place, value in pairs if not device.holds(value)] if len(here) < len(pairs) else []
+        return [device.to_device(value, place, device.promise(place)) for place, value in above]
 
     # ---- units
 

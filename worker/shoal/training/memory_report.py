@@ -100,6 +100,7 @@ class MemoryReport:
             offload=_offload(config, state),
             cell=_share_of(state.layout, config.cell) if config.cell.processes > 1 else None,
             offload_parameters=config.parameters_on_host and not state.device.on_host,
+            mirrors_on_host=config.mirrors_on_host and not state.device.on_host,
         )
 
 

@@ -148,6 +148,9 @@ class Resize:
         plan, state, recovery = world.plan, self._context.state, world.plan.recovery
         assert recovery is not None
         self._agree_on_the_end(world)
+        if recovery.checkpoint or plan.reason is Reason.START:
+            state.held.keep_only(NO_BLOCKS)
+            state.held.own(world.owned)
         if recovery.checkpoint:
             self._clock.note_checkpoint(self._loading.take_up(world))
             state.frozen_in_place = True
@@ -332,6 +335,7 @@ class Resize:
             plan.recovery is not None and not plan.recovery.checkpoint and not plan.recovery.stale[world.rank]
         )
         context.link.begin(plan, world.group)
+        context.state.held.own(world.owned)
         context.world, context.boundaries, self._caught_up = world, 0, None
         context.is_first_step = True
         self._enter_cell(world)
