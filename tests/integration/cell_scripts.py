@@ -179,6 +179,65 @@ def train(result: str, by: str = "hand", **options: Any) -> None:
     _write(result, found)
 
 
+class WithoutChance(Samples):
+    """Samples that draw nothing from the lane's generators."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(index)
+            return super().__getitem__(index)
+
+
+class OfTransformers(nn.Module):
+    """A causal language model of transformers: tokens to its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=targets, use_cache=False).loss
+        return loss
+
+
+def of_transformers(result: str, folder: str, by: str, page: str, **options: Any) -> None:
+    """A model with experts, from a folder of weights. `by`: "expert", as the page says; "tensor", by the plans of the
+    library for layers and experts; "cut", by its plan for layers alone.
+    """
+    import shoal
+    from shoal.cells.marks import local_of
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    torch.set_num_threads(1)
+    dimension = "expert" if by == "expert" else "tensor"
+    settled = config({**options, "shoal": {"cell": {dimension: 2}}})
+    cell = shoal.cell(settled)
+    torch.manual_seed(0)
+    if by == "expert":
+        [code] = [block.code for block in blocks(Path(page)) if "apply_expert_parallelism" in block.code]
+        known = {"AutoModelForCausalLM": AutoModelForCausalLM, "folder": folder, "cell": cell}
+        exec(code, known)
+        model: Any = known["model"]
+    else:
+        plan = DistributedConfig(tp_size=2, ep_size=2 if by == "tensor" else 1)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    module, here = OfTransformers(model), 0
+    for name, parameter in module.named_parameters():
+        here += local_of(parameter).numel() if ".experts." in name else 0
+    engine = shoal.initialize(
+        model=module, config=settled, dataset=WithoutChance(40), optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
+    )
+    brake, losses = Brake(options), list[float]()
+    for batch in engine:
+        brake.hold(engine.global_step)
+        engine.backward(engine.module(**batch))
+        if engine.step() and engine.loss is not None:
+            losses.append(engine.loss)
+    fingerprint = engine.fingerprint()
+    _write(result, {"fingerprint": fingerprint, "losses": losses, "of_experts": here})
+
+
 def _is_alone(engine: Any, cell: Any) -> bool:
     worker, count = os.environ["SHOAL_WORKER_ID"], torch.ones(1)
     if worker == "w1" and engine.global_step == 4:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from rule import Edit, rule
 from shoal.cells.marks import COMMON, Mark, common, local_gradient, local_of, marks, sharded
-from shoal.core.cuts import Cut
+from shoal.core.cuts import Cut, Dealt
 from shoal.training.start import part_of
 from shoal_protos.errors import UserError
-from shoal_protos.shape import Shape
+from shoal_protos.shape import ONE, Shape
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 TWO = Shape(tensor=2)
 
@@ -73,10 +73,14 @@ SQUARE = Shape(context=2, tensor=2)
 BY_TENSOR, BY_CONTEXT, ALL = [0, 1], [0, 2], [[0, 1], [2, 3]]
 
 
-def on_a_mesh(coordinates: list[Any], names: tuple[str, ...] | None, shape: Shape = SQUARE) -> dict[str, Mark]:
-    """The marks of a module whose parameter is cut along the last dimension of a mesh of coordinates."""
+def on_a_mesh(
+    coordinates: list[Any], names: tuple[str, ...] | None, shape: Shape = SQUARE, last: Placement | None = None
+) -> dict[str, Mark]:
+    """The marks of a module whose parameter is cut, or lies as is said, along the last dimension of a mesh of
+    coordinates.
+    """
     mesh = DeviceMesh("cpu", torch.tensor(coordinates), mesh_dim_names=names, _init_backend=False, _rank=0)
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    placements = [*[Replicate()] * (mesh.ndim - 1), last or Shard(0)]
     module = nn.Module()
     module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False))
     return marks(module, shape, 0)
@@ -93,8 +97,8 @@ def test_a_mesh_is_read_by_its_coordinates_and_not_by_its_names(names: tuple[str
     "Cells",
     broken_by=Edit(
         "shoal.cells.marks",
-        "        if (places := _along(parameter.device_mesh, at)) != expected:\n",
-        "        if (places := _along(parameter.device_mesh, at)) != expected and size != shape.tensor:\n",
+        "        if places != expected and not of_expert:\n",
+        "        if places != expected and not of_expert and size != shape.tensor:\n",
     ),
 )
 @pytest.mark.parametrize(
@@ -114,6 +118,32 @@ def test_a_mesh_of_other_coordinates_is_refused_with_those_that_were_expected(
         on_a_mesh(coordinates, names)
     expected = "of a cell of context 2, tensor 2, and its dimension 'tensor' has [0, 1] here; make it on cell.mesh["
     assert f'parameter "weight" is a DTensor on a mesh {words} {expected}' in str(refused.value)
+
+
+OF_EXPERTS = Shape(expert=2, tensor=2)
+
+
+@rule(
+    "A DTensor that is a shard on the mesh of a cell's dimension `expert` is of experts; on another mesh of those "
+    "places it is refused, as FSDP adds gradients up there",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.marks", "Mark(of_expert=True, dealt=Dealt(placement.dim)) if of_expert else Mark(", "Mark("),
+        Edit("shoal.cells.marks", 'device_mesh.mesh_dim_names == ("expert",) and ', "device_mesh.ndim == 1 and "),
+        Edit("shoal.cells.marks", " and tensor.placements[0].is_shard()", ""),
+    ],
+)
+def test_a_shard_on_the_mesh_of_experts_is_of_experts_and_what_else_lies_on_their_places_is_refused() -> None:
+    assert on_a_mesh(BY_CONTEXT, ("expert",), OF_EXPERTS) == {"weight": Mark(of_expert=True, dealt=Dealt(0))}
+    assert on_a_mesh([0], ("expert",), ONE) == {"weight": Mark(dealt=Dealt(0))}
+    assert on_a_mesh(BY_TENSOR, ("tensor",), OF_EXPERTS) == {"weight": Mark(True, dim=0)}
+    for coordinates, names in ((BY_CONTEXT, ("fsdp",)), (BY_CONTEXT, None), (ALL, ("expert", "tensor"))):
+        with pytest.raises(UserError, match=r'or a shard of experts on cell.mesh\["expert"\]'):
+            on_a_mesh(coordinates, names, OF_EXPERTS)
+    with pytest.raises(UserError, match="has the coordinates"):
+        on_a_mesh(BY_CONTEXT, ("expert",), OF_EXPERTS, Replicate())
+    with pytest.raises(UserError, match="has the coordinates"):
+        on_a_mesh(BY_CONTEXT, ("expert",))
 
 
 def test_a_plain_parameter_and_its_gradient_are_their_own_local_parts() -> None:

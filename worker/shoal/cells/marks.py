@@ -173,12 +173,16 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
         if size == 1:
             is_tensor = bool(dimensions) and dimensions[at] == "tensor"
             found = Mark(True, dim=placement.dim) if is_tensor and placement.is_shard() else found
+            found = Mark(dealt=Dealt(placement.dim)) if _holds_experts(parameter) else found
             continue
-        if (places := _along(parameter.device_mesh, at)) != expected:
+        places = _along(parameter.device_mesh, at)
+        of_expert = _holds_experts(parameter) and places == shape.places(coordinate, "expert")
+        if places != expected and not of_expert:
             named = f"dimension {dimensions[at]!r:.60}" if dimensions else f"dimension {at}, without a name,"
             raise UserError(
                 f'parameter "{name}" is a DTensor on a mesh whose {named} has the coordinates {list(places)} of a cell '
-                f"of {shape}, and its dimension 'tensor' has {list(expected)} here; make it on cell.mesh[\"tensor\"]."
+                f"of {shape}, and its dimension 'tensor' has {list(expected)} here; make it on cell.mesh[\"tensor\"], "
+                'or a shard of experts on cell.mesh["expert"].'
             )
         if not (placement.is_shard() or placement.is_replicate()):  # as a strided shard, which is neither
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
@@ -188,8 +192,15 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
                     f'parameter "{name}" of shape {tuple(parameter.shape)} is a DTensor that is cut into {size} parts '
                     f"along dimension {placement.dim}, which are not equal; not supported yet."
                 )
-            found = Mark(True, dim=placement.dim)
+            found = Mark(of_expert=True, dealt=Dealt(placement.dim)) if of_expert else Mark(True, dim=placement.dim)
     return found
+
+
+def _holds_experts(tensor: Any) -> bool:
+    """Whether a DTensor is a shard on the dimension of experts alone, by its name: on another mesh of these places
+    gradients may be added up, as FSDP does.
+    """
+    return bool(tensor.device_mesh.mesh_dim_names == ("expert",) and tensor.placements[0].is_shard())
 
 
 def ties(places: Sequence[nn.Module]) -> dict[str, Tie]:

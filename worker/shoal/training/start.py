@@ -293,7 +293,7 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
                     adding=adding, numbered=numbered, ties=tied, experts=shape.expert, of_expert=of_expert,
                     dealt={name: mark.dealt for name, _, mark in named if mark.dealt is not None})  # fmt: skip
-    placed = (name for name, parameter, _ in named if is_divided(parameter))
+    placed = (name for name, parameter, mark in named if is_divided(parameter) and not mark.of_expert)
     return replace(part, summed=part.summed_of(placed))
 
 
