@@ -160,7 +160,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         controller.join(store, election, await introductions(store, me.id, patient=not alone))
         curves = Curves(settings.folder)
         ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
-        environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
+        environment = _worker_environment(grpc, controller, worker_tokens, settings)
         claimed = await _claimed(settings, found if alone else WorkerPort(found.port), ends)  # or they find others
         launcher = LocalLauncher(settings.folder, environment, controller.report, claimed, settings.log_folder)
         parts = _launcher_means(settings, launcher, controller, worker_tokens, metrics.own.asked)
@@ -248,7 +248,7 @@ def _secret(settings: Settings) -> str | None:
 
 
 def _worker_environment(
-    grpc: str, controller: ControllerState, tokens: WorkerTokens | None, devices: Sequence[str]
+    grpc: str, controller: ControllerState, tokens: WorkerTokens | None, settings: Settings
 ) -> WorkerEnvironment:
     """What local workers get. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
@@ -257,7 +257,7 @@ def _worker_environment(
     def controllers() -> Sequence[str]:
         return tuple(dict.fromkeys([near, *controller.places()]))
 
-    return WorkerEnvironment(controllers, tokens, inherited_environment(), devices)
+    return WorkerEnvironment(controllers, tokens, inherited_environment(), settings.devices, settings.warm_start)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -68,6 +68,9 @@ class Settings(BaseSettings):
     """Whether the controller shows its page at `/`; REST stays as it is. Default: true."""
     launchers: str = "local,none"
     """Launchers that jobs may use to start processes, separated by commas."""
+    warm_start: bool = True
+    """Whether a local job keeps a process that has imported torch, from which its later workers are forked. Default:
+    true."""
     kubernetes_namespace: str = ""
     """Namespace of the pods of launcher `kubernetes`. Default: the controller's own, or the kubeconfig's."""
     kubernetes_controllers: str = ""

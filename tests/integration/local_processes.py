@@ -28,7 +28,7 @@ def spec(script: str, **env: str) -> JobSpec:
 class Controller:
     """A launcher, and what its jobs hear of it."""
 
-    def __init__(self, folder: Path, claim: Claim | None = None, **environment: str) -> None:
+    def __init__(self, folder: Path, claim: Claim | None = None, warm_start: bool = False, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.runs: list[str] = []
         """Of each end that was reported, whose it was."""
@@ -36,7 +36,8 @@ class Controller:
         self.hears = asyncio.Event()
         """Not set while they are too busy."""
         self.hears.set()
-        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
+        shown = {"PATH": os.environ["PATH"], **environment}
+        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, shown, warm_start=warm_start)
         self.folder = folder
         self.launcher = LocalLauncher(folder, inherited, self.submit, claim)
 
@@ -57,12 +58,14 @@ class Controller:
         return sorted(path.name for path in (self.folder / "jobs/demo").glob("*.json*"))
 
 
-def with_controller(folder: Path, scene: Callable[[Controller], Coroutine[object, object, None]]) -> None:
+def with_controller(
+    folder: Path, scene: Callable[[Controller], Coroutine[object, object, None]], warm_start: bool = False
+) -> None:
     """Play a scene; afterwards no file is open that was not before. Earlier tests may still be closing theirs."""
 
     async def play() -> None:
         before = open_files()
-        controller = Controller(folder)
+        controller = Controller(folder, warm_start=warm_start)
         try:
             await scene(controller)
         finally:

@@ -68,6 +68,21 @@ def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) ->
     assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
 
 
+def test_workers_that_come_later_are_forked_from_a_warm_process_and_have_the_same_bits(tmp_path: Path) -> None:
+    with launched(tmp_path) as cluster:
+        cluster.wait_step(2)
+        for newest in range(2, 12):  # until it has imported what it is to import
+            cluster.drain(f"w{newest - 2}")
+            cluster.wait_state(f"w{newest}", "active")
+            log = (cluster.folder / "controller-1.log").read_text()
+            if "a worker is forked" in log:
+                break
+        assert "a worker is forked" in log and "not forked" not in log
+        cluster.wait_world(2)
+        (tmp_path / "go").touch()
+        cluster.wait_undisturbed()
+
+
 @promise("no copy of a block lives")
 def test_blocks_of_which_no_copy_lives_begin_anew_and_end_with_the_same_bits(tmp_path: Path) -> None:
     with launched(tmp_path, mirrors=0) as cluster:

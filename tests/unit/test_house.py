@@ -38,6 +38,7 @@ ENTRY_MODULES = {
     "shoal.deepspeed.env_report": "DeepSpeed's `ds_report`, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
     "shoal.integrations.trl": "the door for TRL, imported by scripts",
+    "shoal.process.warm": "what the local launcher starts, `python -c`",
 }
 """Modules that nobody imports because they are started."""
 NOT_USED_YET = {}

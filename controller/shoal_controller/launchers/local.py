@@ -3,6 +3,9 @@
 Each runs in a session of its own and writes to `FOLDER/jobs/JOB/WORKER.log`, never to a pipe, so that it outlives the
 controller; the next controller adopts it. The shell calls `spawn`, `kill` and `adopt`; ends are reported by `submit` as
 soon as the kernel reports them. A worker gets one of the CUDA devices that the fewest workers have (`device_variable`).
+
+Once a job's first world has begun, its later workers are forked from a warm process of the job, where there is one and
+it is fit; else they are started, which makes no difference but two seconds. docs/controller.md, "Warm starts".
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.end_reports import EndReports, Name, Submit
 from shoal_controller.launchers.launcher import JoinTokens
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.launchers.process import Process, ProcessRecord, ProcessRecords, boot_id, reap_orphans
+from shoal_controller.launchers.process import (
+    Process,
+    ProcessRecord,
+    ProcessRecords,
+    WarmProcesses,
+    boot_id,
+    can_be_warm,
+    reap_orphans,
+)
 from shoal_controller.process.devices import VISIBLE_DEVICES
 from shoal_controller.process.private_files import make_private_folder
 from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged
@@ -60,12 +71,21 @@ class WorkerEnvironment:
     """The controller's own, which workers inherit."""
     devices: Sequence[str] = ()
     """CUDA devices of this machine that workers can use: each gets one, unless its job says which."""
+    warm_start: bool = False
+    """Whether a job's later workers are forked from a warm process."""
 
     def of(self, worker: WorkerId, spec: JobSpec, taken: Sequence[str] = ()) -> dict[str, str]:
         """The environment of one worker. The spec's goes before the controller's, who it is before both.
 
         `taken`: of each worker that lives, the device that it was given.
         """
+        constant, own = self.parts(worker, spec, taken)
+        return constant | own
+
+    def parts(
+        self, worker: WorkerId, spec: JobSpec, taken: Sequence[str] = ()
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The same: what all workers of the job have, in one order, and what is this one's."""
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
         identity = {
             "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
@@ -73,7 +93,9 @@ class WorkerEnvironment:
         }  # fmt: skip
         token = {} if self.tokens is None else {"SHOAL_TOKEN": self.tokens.join(spec.job, spec.run)}
         device = device_variable(self.devices, taken)
-        return {**defaults, **self.environment, **device, **spec.env, **identity, **token}
+        constant = {**defaults, **self.environment, **spec.env}
+        own = {**({} if VISIBLE_DEVICES in spec.env else device), **identity, **token}
+        return {name: constant[name] for name in sorted(constant.keys() - own.keys())}, own
 
 
 class LocalLauncher:
@@ -99,6 +121,7 @@ class LocalLauncher:
         self._ending: set[int] = set()
         """Processes of an earlier run that were killed and have not ended yet."""
         self._given_up: set[str] = set()
+        self.warm = WarmProcesses()
         self._tidying: asyncio.Task[None] | None = None
         self._boot = boot_id()
 
@@ -148,6 +171,7 @@ class LocalLauncher:
     async def give_up(self, job: str) -> None:
         """The same for good: this controller, which is about to end, starts no process of this job any more."""
         self._given_up.add(job)
+        self.warm.end(job)
         await self.kill_all(job)
 
     @property
@@ -190,8 +214,12 @@ class LocalLauncher:
         self._adopted.add(spec.job)
         return {worker: place for worker, place in recorded.items() if place is not None} | unrecorded
 
-    def world_began(self, world: Plan, spec: JobSpec) -> None:
-        """A process has nothing to show it on."""
+    def world_began(self, _: Plan, spec: JobSpec) -> None:
+        """A process has nothing to show it on. Those that come from now on are forked from a warm one, which competes
+        with no start of the job's first workers.
+        """
+        if self._environment.warm_start and spec.job not in self._given_up and can_be_warm(spec.command):
+            self.warm.keep(spec.job, spec.command, *self._environment.parts("", spec))
 
     async def forget(self, job: str) -> None:
         """End what is left of a job that is over, and delete its folder: logs and records."""
@@ -209,6 +237,7 @@ class LocalLauncher:
         if self._tidying is not None:
             await end_task(self._tidying)
         self._tidying = None
+        self.warm.end(*list(self.warm.of))
         self._adopted.clear()
         await self._reports.release()
         for name in list(self._watched):
@@ -243,7 +272,8 @@ class LocalLauncher:
             )
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
-        process = Process.start(spec.command, environment, output)
+        forked = self.warm.fork(spec.job, spec.command, environment, output)
+        process = forked or Process.start(spec.command, environment, output)
         record = ProcessRecord(
             worker, process.pid, process.started_at, self._boot, offset, False, None, spec.run, self.claim.owner
         )
@@ -345,8 +375,9 @@ class LocalLauncher:
         """Keep the logs bounded, of workers that cannot know that anybody does, and the table of processes."""
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            if os.getpid() == 1:
-                reap_orphans({process.pid for process, _ in self._watched.values()} | self._ending)
+            if os.getpid() == 1 and not self._starting:
+                reap_orphans({process.pid for process, _ in self._watched.values()} | self._ending | self.warm.pids)
+            self.warm.end(*self.warm.of.keys() - self.jobs)
             await self._prune()
             for job, worker in list(self._watched):
                 try:
