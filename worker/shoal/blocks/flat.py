@@ -143,11 +143,14 @@ def lay_out_model(
 
 
 def _marked(registered: Sequence[Trainable], part: CellPart) -> list[Trainable]:
+    copies = {copy.order for one in registered for copy in part.copies.get(one.name, ())}
+    orders = (order for order in range(len(registered) + len(copies)) if order not in copies)
     return [
         replace(one, division=Division(one.name in part.of_expert, one.name in part.own),
                 summed=one.name in part.summed or one.name in part.ties, cut=part.cuts.get(one.name),
-                adds=one.name in part.adding, order=order, tie=part.ties.get(one.name), dealt=part.dealt.get(one.name))
-        for order, one in enumerate(registered)
+                adds=one.name in part.adding, order=order, tie=part.ties.get(one.name), dealt=part.dealt.get(one.name),
+                copies=part.copies.get(one.name, ()))
+        for order, one in zip(orders, registered, strict=True)
     ]  # fmt: skip
 
 

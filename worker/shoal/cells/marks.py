@@ -20,8 +20,8 @@ from torch.utils.dlpack import from_dlpack
 
 from shoal.core.cuts import Dealt
 from shoal.core.layout import Layout
-from shoal.core.ties import Tie, TiedParameter, ties_of
-from shoal.core.units import plain_name
+from shoal.core.ties import Copy, Tie, TiedParameter, ties_of
+from shoal.core.units import plain_name, unit_of_name
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _MARK, _TIE = "_shoal_mark", "_shoal_tie"
@@ -208,6 +208,26 @@ def ties(places: Sequence[nn.Module]) -> dict[str, Tie]:
     for those that cannot be.
     """
     return ties_of([list(_tied_in(place)) for place in places])
+
+
+def copies(module: nn.Module, classes: Collection[str]) -> dict[str, tuple[Copy, ...]]:
+    """Of parameters that several stages at a place have, and that are marked: what further stages have, by the first
+    one's name. `module`: of one place. `classes`: of units.
+    """
+    registered, unit_of = list[tuple[str, str]](), unit_of_name(module, classes)
+    firsts, found = dict[int, str](), dict[str, tuple[Copy, ...]]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(id(parameter), name)
+        stages = {one.partition(".")[0] for of, one in registered if of == first}
+        is_copy = bool(getattr(parameter, _TIE, "")) and name.partition(".")[0] not in stages
+        if parameter.requires_grad and (first == name or is_copy):
+            registered.append((first, name))
+    for order, (first, name) in enumerate(registered):
+        if first != name:
+            tie = getattr(module.get_parameter(first), _TIE)
+            copy = Copy(tie, plain_name(name), order, unit_of(name))
+            found[plain_name(first)] = (*found.get(plain_name(first), ()), copy)
+    return found
 
 
 def _tied_in(module: nn.Module) -> Iterator[TiedParameter]:

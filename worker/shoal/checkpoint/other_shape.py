@@ -20,6 +20,7 @@ from shoal.core.cell_part import CellPart, Division
 from shoal.core.cuts import Cut, Divided
 from shoal.core.laying_out import lay_out
 from shoal.core.layout import Layout, Trainable, slots_of_all_stages
+from shoal.core.ties import Copy, Tie
 
 
 def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
@@ -54,15 +55,49 @@ def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
     again = _laid_out(parameters, part)
     if again.text() != layout.text():
         raise UserError(
-            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; "
-            "where stages tie some by shoal.tied, go on in the shape that it has, else let a job of this version go on "
-            "from it, and save anew."
+            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; let "
+            "a job of this version go on from it, and save anew."
         )
-    dealt = [_dealt_anew(of_stage, part.experts, shape.expert, where) for of_stage in parameters]
+    every = [_with_copies(of_stage) for of_stage in parameters]
+    dealt = [_dealt_anew(of_stage, part.experts, shape.expert, where) for of_stage in every]
     stages = dealt if part.stages == shape.pipeline else _at_places(dealt, shape.pipeline)
     there = replace(part, coordinates=shape.processes, contexts=shape.context, stages=shape.pipeline,
                     experts=shape.expert)  # fmt: skip
-    return _laid_out([[_in_shape(one, part, shape) for one in of_stage] for of_stage in stages], there)
+    of_places = [[_in_shape(one, part, shape) for one in of_stage] for of_stage in stages]
+    return _laid_out(_tied_anew(of_places), there)
+
+
+def _with_copies(of_stage: Sequence[Trainable]) -> list[Trainable]:
+    """Those of a place, each as often as its stages have it."""
+    found = list[Trainable]()
+    for one in of_stage:
+        tie = Tie(one.copies[0].tie, (), 0) if one.copies else one.tie
+        found.append(replace(one, tie=tie, copies=()))
+        found += [replace(found[-1], name=copy.name, order=copy.order, unit=copy.unit) for copy in one.copies]
+    return sorted(found, key=lambda one: one.order)
+
+
+def _tied_anew(stages: Sequence[Sequence[Trainable]]) -> list[list[Trainable]]:
+    """With one parameter for all that are tied at a place: the first. Others there are copies of it."""
+    found = [list[Trainable]() for _ in stages]
+    places: dict[str, tuple[int, ...]] = {}
+    for place, of_stage in enumerate(stages):
+        for name in {one.tie.name for one in of_stage if one.tie is not None}:
+            places[name] = (*places.get(name, ()), place)
+    for place, of_stage in enumerate(stages):
+        first: dict[str, int] = {}
+        for one in of_stage:
+            name = one.tie.name if one.tie is not None else ""
+            if name in first:
+                kept = found[place][first[name]]
+                copy = Copy(name, one.name, one.order, one.unit)
+                found[place][first[name]] = replace(kept, copies=(*kept.copies, copy))
+                continue
+            if name:
+                first[name] = len(found[place])
+            tie = Tie(name, places[name], place) if name and len(places[name]) > 1 else None
+            found[place].append(replace(one, tie=tie))
+    return found
 
 
 def _check_stages(part: CellPart, shape: Shape, where: str) -> None:
@@ -200,7 +235,9 @@ def _laid_out(stages: Sequence[Sequence[Trainable]], cell: CellPart) -> Layout:
     adding = frozenset(one.name for one in chain.from_iterable(stages) if one.adds)
     part = replace(cell, own=own, of_expert=of_expert, adding=adding)
     summed = part.summed_of(one.name for one in chain.from_iterable(stages) if one.wrapped)
-    marked = [[replace(one, summed=one.name in summed) for one in of_stage] for of_stage in stages]
+    marked = [
+        [replace(one, summed=one.name in summed or one.tie is not None) for one in of_stage] for of_stage in stages
+    ]
     return lay_out(marked[0], part=part, stages=marked if part.stages > 1 else ())
 
 
@@ -219,6 +256,9 @@ class OldNames:
     def __init__(self, before: Layout, after: Layout) -> None:
         self._before, self._after = before.part, after.part
         self._parameters = {slot.parameter.name: slot.parameter for slot in slots_of_all_stages(after)}
+        self._first = {
+            copy.name: slot.parameter.name for slot in slots_of_all_stages(before) for copy in slot.parameter.copies
+        }
 
     def of(self, name: str, expert: int) -> tuple[int, str]:
         """What a place of the experts has under a name: which place has it before, and its name there. Of what lies on
@@ -226,12 +266,20 @@ class OldNames:
         """
         now, before, after = self._parameters[name], self._before.experts, self._after.experts
         if now.dealt is None or not now.dealt.is_named:
-            return (expert if now.division.by_expert and before == after else 0), name
+            place = expert if now.division.by_expert and before == after else 0
+            return place, self._first.get(name, name)
         whole = now.dealt.whole_name(name, expert) if now.division.by_expert else name
         return now.dealt.found(whole, now.dealt.of_place * (after if now.division.by_expert else 1) // before)
 
+    def copies_of(self, name: str) -> list[str]:
+        """What was several parameters, which stages at one place have as one now; its first one's name comes first."""
+        names = (name, *(copy.name for copy in self._parameters[name].copies))
+        return list(dict.fromkeys(self._first.get(one, one) for one in names))
+
     def all_of(self, name: str) -> list[str]:
         """What all places have under a name: their names before, each once."""
+        if self._parameters[name].copies:
+            return self.copies_of(name)
         return list(dict.fromkeys(self.of(name, expert)[1] for expert in range(self._after.experts)))
 
 

@@ -25,7 +25,7 @@ from shoal.checkpoint import snapshot
 from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
-from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, lists_of_experts, place_of
+from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, lists_of_experts, number_of, place_of
 from shoal.checkpoint.reader import Reader, are_alike
 from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
@@ -37,6 +37,7 @@ from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket, Layout, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Missed, Misses, MissRun
+from shoal.process.host_memory import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
     if broken := broken_shape(shape):
         raise UserError(f"cannot reshape {where}: the shape cannot be: {broken}.")
     layout = in_shape(old.blocks, shape, where)
-    _check_ties(old, layout, where)
+    tied = _tied(old, layout, where)
     source = _Source(found, layout)
     buffers, missed = _buffers(old, layout, where), _missed(old, layout, where)
     if storage.list():
@@ -77,7 +78,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         ]
         known = {field: getattr(old, field) for field in Manifest.model_fields}
         draft = Manifest(**known | {
-            "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": missed,
+            "release": RELEASE, "layout": LayoutEntry.of(layout, tied), "missed": missed,
             "frozen": _frozen(found, storage, incarnation), "files": (),
         })  # fmt: skip
         commit(storage, name.folder, draft, files)
@@ -88,15 +89,25 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         raise
 
 
-def _check_ties(old: Manifest, layout: Layout, where: str) -> None:
-    """Raises `UserError` for a parameter that stages of two places would have."""
-    places = layout.part.stages
+def _tied(old: Manifest, layout: Layout, where: str) -> dict[str, str]:
+    """Other names of tensors. Raises `UserError` for a tensor that stages of two places would have."""
+    before, after = (
+        {copy.name: slot.parameter.name for slot in slots_of_all_stages(one) for copy in slot.parameter.copies}
+        for one in (old.blocks, layout)
+    )
+    places, found = layout.part.stages, dict[str, str]()
     for other, first in old.layout.tied.items():
-        if places > 1 and place_of(other, places) != place_of(first, places):
+        if other in before:
+            continue
+        same = (copy for copy, of in before.items() if of == first and number_of(copy) == number_of(other))
+        name = next(same, first) if number_of(first) != number_of(other) else first
+        found[other] = after.get(name, name)
+        if places > 1 and place_of(other, places) != place_of(found[other], places):
             raise UserError(
                 f'cannot reshape {where}: "{other}" and "{first}" are one tensor, and would be at two places of a '
-                "pipeline, which is not supported."
+                "pipeline; tie them by shoal.tied in the script that saves, and save anew."
             )
+    return found | after
 
 
 # ---- values
@@ -161,6 +172,26 @@ class _Source:
         self._reader.check_heads()
         for coordinate in range(self._there.coordinates):
             self._reader.at(coordinate).check_shared_numbers()
+        for slot in slots_of_all_stages(self._layout):
+            first, *others = self._names.copies_of(slot.parameter.name)
+            for other in others:
+                self._check_copies(first, other)
+
+    def _check_copies(self, one: str, other: str) -> None:
+        """Raises `UserError` where two parameters that become one have not the same bits."""
+        (stage, bucket, slot), (place, at, where) = self._places[one], self._places[other]
+        pairs = zip(*(self._there.firsts(of, bucket.division) for of in (stage, place)), strict=True)
+        step, elements = snapshot.PART_BYTES // bucket.wide_dtype.itemsize, slot.parameter.elements
+        spans = [(first, min(first + step, elements)) for first in range(0, elements, step)]
+        for (here, there), key, (first, last) in product(list(pairs), (PARAMETERS, *self._state(one)), spans):
+            mine = self._reader.at(here).of_slot(bucket, slot, first, last, key)
+            theirs = self._reader.at(there).of_slot(at, where, first, last, key)
+            if bytes(tensor_bytes(mine)) != bytes(tensor_bytes(theirs)):
+                values = f"their optimizer states ({key})" if key != PARAMETERS else "their values"
+                raise UserError(
+                    f'cannot reshape {self._where}: parameters "{one}" and "{other}" are tied, and the new shape has '
+                    f"both as one, but {values} differ; go on in the shape that it has."
+                )
 
     def content(self, coordinate: int, small: Small) -> MadeContent:
         """What a coordinate writes: its blocks that none before it has, and `small`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shoal.core.cuts import Cut, Dealt
-from shoal.core.ties import Tie
+from shoal.core.ties import Copy, Tie
 
 
 class Division(NamedTuple):
@@ -53,6 +53,8 @@ class CellPart:
     """How many stages its model is made of, with whose numbers names begin; 0: it is not made of stages."""
     ties: Mapping[str, Tie] = field(default_factory=dict, compare=False)
     """Of those of which several stages have a copy, by name."""
+    copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict, compare=False)
+    """Of those that several stages at one place have: of what further stages have, by name."""
     experts: int = 1
     """Among how many places experts are divided, each with samples of its own: all contribute to the gradients of what
     is no expert's.

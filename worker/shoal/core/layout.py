@@ -35,7 +35,7 @@ from shoal_protos.runs import Runs, Span
 
 from shoal.core.cell_part import COMMON, DIVISIONS, WHOLE, CellPart, Division
 from shoal.core.cuts import Cut, Dealt
-from shoal.core.ties import Tie
+from shoal.core.ties import Copy, Tie
 
 VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
@@ -69,6 +69,8 @@ class Trainable:
     """Its number among the parameters of its stage, in registration order; -1: not known."""
     tie: Tie | None = field(default=None, compare=False)
     """Of a copy: what it has to do with those of other stages."""
+    copies: tuple[Copy, ...] = field(default=(), compare=False)
+    """Of one that further stages at its place have, too: what they have."""
     dealt: Dealt | None = field(default=None, compare=False)
     """Of an expert's, or one that would be with more places of `expert`: where its number is; None: not known."""
 

@@ -12,7 +12,7 @@ checkpoint/manifest.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from shoal.core.cell_part import CellPart, Division
 from shoal.core.container import CODES, DTYPES
 from shoal.core.cuts import Cut, Dealt
 from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, Layout, Slot, Trainable
+from shoal.core.ties import Copy, Tie
 
 
 class Entry(BaseModel):
@@ -66,6 +67,10 @@ class SlotEntry(Entry):
         Field(exclude_if=lambda dealt: dealt is None),
     ] = None
     """Of an expert's, or one that would be with more places of `expert`: where its number is (cuts.py)."""
+    tie: Annotated[Name, Field(exclude_if=lambda tie: not tie)] = ""
+    """Of one of which stages at other places of a pipeline have copies: the name that they have in common."""
+    copies: Annotated[tuple[tuple[Name, Name, Count, Count], ...], Field(exclude_if=lambda copies: not copies)] = ()
+    """Of one that several stages at its place have: of what further stages have the tie, name, number and unit."""
 
 
 class BucketEntry(Entry):
@@ -115,6 +120,8 @@ class LayoutEntry(Entry):
                         registered=(one.order, one.unit) if one.order >= 0 else None,
                         gradient="placed" if one.wrapped else "sum" if one.adds else "",
                         dealt=one.dealt,
+                        tie=one.tie.name if one.tie is not None else "",
+                        copies=one.copies,
                     )
                     for slot in bucket.slots
                     for one in (slot.parameter,)
@@ -135,9 +142,14 @@ class LayoutEntry(Entry):
     def layout(self) -> Layout:
         """The layout as it is used, at coordinate 0 of a cell."""
         stages: list[list[Bucket]] = [[] for _ in range(self.stages)]
+        places = dict[str, tuple[int, ...]]()
+        for place, tie in sorted(
+            {(entry.place, slot.tie) for entry in self.buckets for slot in entry.slots if slot.tie}
+        ):
+            places[tie] = (*places.get(tie, ()), place)
         for entry in self.buckets:
             buckets, dtype = stages[entry.place], DTYPES[entry.dtype]
-            slots = tuple(Slot(_parameter(slot, entry), slot.start) for slot in entry.slots)
+            slots = tuple(Slot(_parameter(slot, entry, places), slot.start) for slot in entry.slots)
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
         own, of_expert = (
@@ -189,12 +201,15 @@ class LayoutEntry(Entry):
                 at = slot.start + slot.parameter.elements
 
 
-def _parameter(slot: SlotEntry, of: BucketEntry) -> Trainable:
+def _parameter(slot: SlotEntry, of: BucketEntry, places: Mapping[str, tuple[int, ...]]) -> Trainable:
+    """`places`: by the name of a tie."""
     order, unit = slot.registered or (-1, 0)
     return Trainable(
         slot.name, slot.shape, DTYPES[of.dtype], of.group, unit, Division(of.expert, of.own),
         wrapped=slot.gradient == "placed", cut=Cut(*slot.cut) if slot.cut is not None else None,
         adds=slot.gradient == "sum", order=order, dealt=Dealt(*slot.dealt) if slot.dealt is not None else None,
+        tie=Tie(slot.tie, places[slot.tie], of.place) if slot.tie else None,
+        copies=tuple(Copy(*one) for one in slot.copies),
     )  # fmt: skip
 
 

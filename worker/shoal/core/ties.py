@@ -1,12 +1,14 @@
 """Which parameters of a pipeline's stages are copies of each other: they begin and end each step with the same values.
 
-A script names them alike (`shoal.tied`). Each stage keeps a copy of its own, in blocks of its own. Pure.
+A script names them alike (`shoal.tied`). Each stage keeps a copy of its own, in blocks of its own. Stages at one place
+have one parameter, which knows as what their copies would be registered. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from shoal_protos.errors import UserError
@@ -27,6 +29,16 @@ class Tie:
     def is_first(self) -> bool:
         """Whether no earlier stage has a copy: it counts for all of them in what is added up over parameters."""
         return self.place == self.places[0]
+
+
+class Copy(NamedTuple):
+    """As what a parameter that a stage has from another one at its place would be registered there."""
+
+    tie: str
+    name: str
+    order: int
+    """Among the parameters of its place, these copies among them."""
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)

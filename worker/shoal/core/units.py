@@ -12,7 +12,7 @@ of the module tree.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
@@ -28,11 +28,28 @@ def unit_numbers(model: nn.Module, classes: Collection[str] = ()) -> dict[int, i
     Raises `UserError` for a class of `classes` that no module has.
     """
     check_classes(model, classes, "shoal.units")
-    numbers: dict[int, int] = {}
-    for number, parameters in enumerate(_units(model, _chosen(model, classes))):
-        for parameter in parameters:
-            numbers.setdefault(id(parameter), number)
+    of, numbers = _unit_of_modules(model, classes), dict[int, int]()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            numbers.setdefault(id(parameter), of[id(module)])
     return numbers
+
+
+def unit_of_name(model: nn.Module, classes: Collection[str] = ()) -> Callable[[str], int]:
+    """What finds the unit that a name of a parameter is in, whichever unit has the parameter."""
+    of = _unit_of_modules(model, classes)
+    return lambda name: of[id(model.get_submodule(name.rpartition(".")[0]))]
+
+
+def _unit_of_modules(model: nn.Module, classes: Collection[str]) -> dict[int, int]:
+    """By the id of a module, the unit of what it registers itself: an odd number within a module that is one."""
+    found, number = dict[int, int](), 0
+    for part, is_unit in _parts(model, _chosen(model, classes)):
+        number += is_unit
+        for module in part.modules() if is_unit else (part,):
+            found.setdefault(id(module), number)
+        number += is_unit
+    return found
 
 
 def unit_modules(model: nn.Module, classes: Collection[str] = ()) -> list[nn.Module]:
@@ -62,19 +79,6 @@ def class_names(model: nn.Module) -> set[str]:
 
 def _chosen(model: nn.Module, classes: Collection[str]) -> set[str]:
     return class_names(model) & set(classes or getattr(model, "_no_split_modules", None) or ())
-
-
-def _units(model: nn.Module, chosen: Collection[str]) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each unit."""
-    left_over: list[nn.Parameter] = []
-    for part, is_unit in _parts(model, chosen):
-        if not is_unit:
-            left_over += part.parameters(recurse=False)
-            continue
-        yield left_over
-        yield list(part.parameters())
-        left_over = []
-    yield left_over
 
 
 def _parts(module: nn.Module, chosen: Collection[str]) -> Iterator[tuple[nn.Module, bool]]:

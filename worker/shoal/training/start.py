@@ -6,7 +6,7 @@ Kinds of objects that cannot work are refused by name before anything is built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.blocks.flat import trainable
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.cells.hub import CellHub, current_hub
-from shoal.cells.marks import is_divided, local_of, marks, ties
+from shoal.cells.marks import copies, is_divided, local_of, marks, ties
 from shoal.cells.stages import Stages, places_of
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
@@ -197,7 +197,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
         hub.check_collectives = settled.check_collectives
         limits = in_cell(limits, model, optimizer, hub, given.optimizer)
     else:
-        limits = replace(limits, part=part_of(model, ONE, 0))
+        limits = replace(limits, part=part_of(model, ONE, 0, limits.units))
     scheduler = _scheduler(given, optimizer, limits.last_step)
     if given.micro_batches is not None:
         for one in schedulers_of(scheduler):
@@ -233,7 +233,7 @@ def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub
         stages = tuple(tuple(_trained_at(place, of_place, limits)) for place, of_place in by_place)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         _check_place(plain_name(name), tensor.device.type)
-    part = part_of(model, hub.shape, hub.coordinate)
+    part = part_of(model, hub.shape, hub.coordinate, limits.units)
     check_groups(part.ties, {one.name: one.group for of_place in stages for one in of_place})
     return replace(limits, part=part, stages=stages)
 
@@ -261,8 +261,8 @@ def _trained_at(place: nn.Module, optimizer: Optimizer, limits: Limits) -> Itera
         yield one if limits.half is None else replace(one, dtype=limits.half)
 
 
-def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
-    """What of the model a process has, as its parameters say it. Raises `UserError`."""
+def part_of(model: nn.Module, shape: Shape, coordinate: int, units: Collection[str] = ()) -> CellPart:
+    """What of the model a process has, as its parameters say it. `units`: classes of units. Raises `UserError`."""
     everywhere = places_of(model)
     named = [
         (plain_name(name), parameter, found[name])
@@ -290,8 +290,10 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
     tied = ties(everywhere)
     check_divisions(tied, {name: mark.way(shape) for name, _, mark in named})
     numbered = model.count if isinstance(model, Stages) else 0
+    copied = {name: of for place in everywhere for name, of in copies(place, units).items()} if numbered else {}
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
                     adding=adding, numbered=numbered, ties=tied, experts=shape.expert, of_expert=of_expert,
+                    copies=copied,
                     dealt={name: mark.dealt for name, _, mark in named if mark.dealt is not None})  # fmt: skip
     placed = (name for name, parameter, mark in named if is_divided(parameter) and not mark.of_expert)
     return replace(part, summed=part.summed_of(placed))
