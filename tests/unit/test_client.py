@@ -111,7 +111,7 @@ async def test_a_real_controller_answers_with_objects_and_refuses_by_code(tmp_pa
 
 @asynchronous
 async def test_lists_go_on_over_their_pages(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.client.sending.PAGE", 2)
+    monkeypatch.setattr("shoal.client.rest_client.PAGE", 2)
     async with serving(tmp_path) as api:
         with Client(f"http://127.0.0.1:{api.port}") as shoal:
             for name in "dcbae":

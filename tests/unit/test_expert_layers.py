@@ -10,8 +10,7 @@ import shoal
 import shoal.deepspeed as deepspeed
 import torch
 from expert_parallel import BOTH, EXPERT, Divided
-from shoal.deepspeed.moe.gate import Choice, Routing, TopKGate
-from shoal.deepspeed.moe.layer import MoE
+from shoal.deepspeed.moe.layer import Choice, MoE, Routing, TopKGate
 from shoal_protos.errors import UserError
 from tensor_parallel import CellTask, crew_of
 from torch import Tensor, nn
