@@ -96,15 +96,6 @@ FORMS: list[tuple[int, dict[str, Any]]] = [
 
 
 @rule(
-    "A mirror on the host lies there whole before the update is over",
-    "Devices",
-    broken_by=Edit(
-        "shoal.blocks.state_home",
-        "        for copy in (one for copies in self._going for one in copies):\n            copy.wait()\n",
-        "",
-    ),
-)
-@rule(
     "Each piece of a mirror on the host is updated from the numbers that its blocks shared before the update",
     "Devices",
     broken_by=Edit(
@@ -135,6 +126,28 @@ def test_a_mirror_on_the_host_that_goes_through_the_device_in_pieces_has_its_bit
 ) -> None:
     monkeypatch.setattr("shoal.blocks.state_home.PIECE_ELEMENTS", 1)  # a block
     through_a_loss_and_a_join(on_host({"stage": stage, "precision": BF16 if stage == 2 else {}}))
+
+
+@rule(
+    "A mirror on the host lies there whole before the update is over",
+    "Devices",
+    broken_by=Edit(
+        "shoal.blocks.state_home",
+        "        for copy in (one for copies in self._going for one in copies):\n            copy.wait()\n",
+        "",
+    ),
+)
+def test_after_an_update_a_mirror_on_the_host_has_come_down() -> None:
+    place, model = StatePlace(device=LateDevice(), copies_on_host=True), nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    layout, parameters = lay_out_model(trainable(model, optimizer))
+    held = held_blocks(place, layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {}, keeps_weights=True)
+    held.hold(layout.all_blocks)
+    held.apply(WholeValues(layout, [torch.ones(bucket.elements) for bucket in layout.buckets]), 1.0)
+    values = [
+        one for state in held.home.states(layout.all_blocks, with_weights=True).values() for one in state.values()
+    ]
+    assert len(values) == 4 and not any(one.isnan().any() for one in values)
 
 
 POINTS = [(1, "in_vote"), (2, "mirror"), (3, "in_vote"), (3, "optimizer"), (3, "gather"), (3, "exchange")]
