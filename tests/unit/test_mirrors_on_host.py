@@ -106,7 +106,7 @@ FORMS: list[tuple[int, dict[str, Any]]] = [
     ),
 )
 @rule(
-    "A block's state moves with its ownership: to the device of its new owner, and to the host of who mirrors it",
+    "A block's state moves with its ownership: to the device of its new owner, and to the host of its mirror",
     "Devices",
     broken_by=Edit(
         "shoal.training.resize",
