@@ -24,6 +24,7 @@ from matrices import examples
 from pipeline_parallel import OF_EXPERTS, PIPELINE, SQUARE, Stage, in_stages, without_buffers
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
+from shoal.cells.marks import marks, sharded
 from shoal.cells.stages import built_stages
 from shoal.checkpoint.catalogue import at
 from shoal.checkpoint.export import export, export_dcp
@@ -185,6 +186,19 @@ def test_a_checkpoint_of_divided_experts_is_exported_as_the_model_of_one_process
         assert torch.equal(value, parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)), name
     export_dcp(reader, tmp_path / "folder", None)
     assert open_model(tmp_path / "folder").states.keys() == {name for name, _ in whole.named_parameters()}
+
+
+@holds("An export of experts that places of a cell divide")
+def test_an_expert_is_numbered_in_the_list_that_has_experts_alone_though_layers_are_in_a_list_too() -> None:
+    def layer() -> nn.ModuleDict:
+        experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        for parameter in experts.parameters():
+            sharded(parameter, over="expert")
+        return nn.ModuleDict({"norm": nn.LayerNorm(2), "experts": experts})
+
+    model, name = nn.ModuleDict({"layers": nn.ModuleList([layer(), layer()])}), "layers.1.experts.0.weight"
+    dealt = marks(model, EXPERT, 0)[name].dealt
+    assert dealt is not None and dealt.whole_name(name, 1) == "layers.1.experts.2.weight"
 
 
 @holds("An export of a job of cells has the whole")
