@@ -105,7 +105,9 @@ IMPORT_SECONDS = 90.0
 def job(folder: Path, script: str, *arguments: str, is_module: bool = False, **env: str) -> JobSpec:
     (folder / "script.py").write_text(script)
     program = ("-m", "script") if is_module else (str(folder / "script.py"),)
-    search = {"PYTHONPATH": str(folder)} if is_module else {}
+    own = str(folder) if is_module else env.pop("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))  # Shoal's, where a mutant is tried
+    search = {"PYTHONPATH": path} if path else {}
     return JobSpec(
         "demo",
         wanted=2,
