@@ -221,7 +221,8 @@ def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MIC
         gpt = cell.stages(lambda number: Half(size, number))
     else:
         gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
-    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=adamw)
+    optimizer = adamw if by == "pipeline" else adamw(gpt)  # a stage's, of each of them
+    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=optimizer)
 
 
 def in_cell(given: argparse.Namespace) -> None:
