@@ -202,7 +202,7 @@ class OfTransformers(nn.Module):
 
 def of_transformers(result: str, folder: str, by: str, page: str, **options: Any) -> None:
     """A model with experts, from a folder of weights. `by`: "expert", as the page says; "tensor", by the plans of the
-    library for layers and experts; "cut", by its plan for layers alone.
+    library for layers and experts.
     """
     import shoal
     from shoal.cells.marks import local_of
@@ -220,7 +220,7 @@ def of_transformers(result: str, folder: str, by: str, page: str, **options: Any
         exec(code, known)
         model: Any = known["model"]
     else:
-        plan = DistributedConfig(tp_size=2, ep_size=2 if by == "tensor" else 1)
+        plan = DistributedConfig(tp_size=2, ep_size=2)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
     module, here = OfTransformers(model), 0
     for name, parameter in module.named_parameters():

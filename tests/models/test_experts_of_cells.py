@@ -50,7 +50,7 @@ def qwen() -> nn.Module:
 
 MODELS = {"mixtral": mixtral, "deepseek": deepseek, "qwen": qwen}
 CASES = [
-    ("mixtral", "expert"), ("deepseek", "expert"), ("qwen", "expert"), ("mixtral", "tensor"), ("mixtral", "cut"),
+    ("mixtral", "expert"), ("deepseek", "expert"), ("qwen", "expert"), ("mixtral", "tensor"),
 ]  # fmt: skip
 WORLDS = [(2, 1, (), 0), (4, 0, (), 0), (6, 2, ("w0",), 0), (4, 3, ("w3",), 1)]
 """Of one to three cells: workers, stage, those that are killed, and how many join."""
