@@ -353,6 +353,23 @@ def _are_mirrored(cluster: Cluster) -> bool:
     return len(workers) == 4 and all(worker["mirrored_blocks"] for worker in workers)
 
 
+def through_a_kill(made: Callable[..., Cluster], go: Path) -> Any:
+    """What a process of one cell tells at its end, the same on both; and on two cells, though one is killed."""
+    with made(2) as cluster:
+        cluster.wait_done()
+        undisturbed = cluster.result("w0")
+        assert undisturbed == cluster.result("w1")
+    with made(4, pace=0.3, until=str(go)) as cluster:
+        cluster.until("copies of all blocks", lambda _: _are_mirrored(cluster), 120)
+        cluster.kill("w1")
+        cluster.wait_state("w1", "lost")
+        go.touch()
+        cluster.wait_done()
+        assert cluster.result("w2") == undisturbed
+        assert not any(world["lost_steps"] for world in cluster.report()["generations"])
+    return undisturbed
+
+
 def of_stages(workers: int, **brake: Any) -> Cluster:
     options = {"definitions": (ROOT / "examples/pipeline.py").read_text(), "max_steps": 20, **brake}
     return Cluster(workers, options, script="integration.cell_scripts:of_stages")
@@ -362,17 +379,7 @@ def of_stages(workers: int, **brake: Any) -> Cluster:
 @holds("A schedule's stages shake hands anew")
 @pytest.mark.timeout(300)
 def test_the_example_of_pipelines_ends_in_the_same_bits_though_a_process_is_killed(tmp_path: Path) -> None:
-    with of_stages(2) as cluster:
-        cluster.wait_done()
-        undisturbed = cluster.result("w0")
-    with of_stages(4, pace=0.3, until=str(tmp_path / "go")) as cluster:
-        cluster.until("copies of all blocks", lambda _: _are_mirrored(cluster), 120)
-        cluster.kill("w1")
-        cluster.wait_state("w1", "lost")
-        (tmp_path / "go").touch()
-        cluster.wait_done()
-        assert cluster.result("w2") == undisturbed
-        assert not any(world["lost_steps"] for world in cluster.report()["generations"])
+    through_a_kill(of_stages, tmp_path / "go")
 
 
 def of_layers(workers: int, **brake: Any) -> Cluster:
@@ -384,15 +391,4 @@ def of_layers(workers: int, **brake: Any) -> Cluster:
 @holds("The n-th call of `train_batch` is the job's n-th step")
 @pytest.mark.timeout(300)
 def test_the_example_of_deepspeeds_pipelines_ends_in_the_same_bits_though_a_process_is_killed(tmp_path: Path) -> None:
-    with of_layers(2) as cluster:
-        cluster.wait_done()
-        undisturbed = cluster.result("w0")
-        assert undisturbed["step"] == 20 and undisturbed == cluster.result("w1")
-    with of_layers(4, pace=0.3, until=str(tmp_path / "go")) as cluster:
-        cluster.until("copies of all blocks", lambda _: _are_mirrored(cluster), 120)
-        cluster.kill("w1")
-        cluster.wait_state("w1", "lost")
-        (tmp_path / "go").touch()
-        cluster.wait_done()
-        assert cluster.result("w2") == undisturbed
-        assert not any(world["lost_steps"] for world in cluster.report()["generations"])
+    assert through_a_kill(of_layers, tmp_path / "go")["step"] == 20
