@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 log = get_logger("shoal")
 _is_made = False
-"""Whether this process has made it. Nothing here keeps it: who destroys it frees its socket."""
+"""Whether this process has made it. Nothing here keeps it, so that its socket is freed when it is destroyed."""
 
 
 def init_distributed(*_: Any, **__: Any) -> None:
