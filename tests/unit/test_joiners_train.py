@@ -199,7 +199,8 @@ def test_a_joiner_without_lanes_gets_all_parameters_too(monkeypatch: pytest.Monk
         crew.train_to(2)
         (standby,) = joined(crew, "c")
         state = standby.engine.context.state
-        assert not standby.engine.lanes and state.current == state.everything
+        crew.until("its parameters to be there", lambda: state.current == state.everything)
+        assert not standby.engine.lanes
         idle.clear()
         crew.kill("a")
         assert crew.finish() == reference(of(task(0)))
