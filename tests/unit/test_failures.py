@@ -255,6 +255,7 @@ KeyError: 'LOCAL_RANK'"""
     ("tails", "is_given_up"),
     [
         ([KEY_ERROR, f"a line of its own\n{KEY_ERROR}\nand one below"], True),
+        (["\n".join(f"[rank{rank}]: {line}" for line in KEY_ERROR.splitlines()) for rank in (0, 1)], True),
         (["train.sh: line 2: python: command not found"] * 2, False),
         ([KEY_ERROR.replace("KeyError", "FileNotFoundError")] * 2, False),
         ([KEY_ERROR.replace("KeyError", "torch.OutOfMemoryError")] * 2, False),

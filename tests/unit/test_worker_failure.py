@@ -93,6 +93,20 @@ def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_a
     assert done.stderr.startswith("shoal: ") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("call", ["runtime", "pipe.PipelineModule([], num_stages=0)", "initialize()"])
+def test_what_a_script_for_deepspeed_cannot_do_ends_it_with_a_sentence_wherever_it_is(call: str) -> None:
+    script = f"import shoal.deepspeed as deepspeed; deepspeed.init_distributed(); deepspeed.{call}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == WRONG_USE
+    assert "\nshoal: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_error_of_a_script_for_deepspeed_is_told_as_python_tells_it() -> None:
+    script = "import shoal.deepspeed as deepspeed; deepspeed.init_distributed(); {}['a key']"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stderr.splitlines()[-1] == "KeyError: 'a key'"
+
+
 def test_native_code_that_crashes_leaves_the_scripts_stack_behind(tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,

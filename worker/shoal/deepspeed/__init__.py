@@ -15,6 +15,7 @@ from shoal.deepspeed.lone_group import init_distributed
 from shoal.deepspeed.pipe import PipelineModule
 from shoal.deepspeed.pipeline_engine import PipelineEngine
 from shoal.deepspeed.surface import module_lacks
+from shoal.session.error_hook import tell_errors_in_a_sentence
 
 __all__ = [
     "DeepSpeedEngine", "HfDeepSpeedConfig", "PipelineEngine", "PipelineModule", "add_config_arguments", "checkpointing",
@@ -22,6 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 stand_in_for_theirs()
+tell_errors_in_a_sentence()
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -5,6 +5,7 @@ A cell of several processes is a default group of its own, which takes its place
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from shoal_protos.training_log import get_logger
@@ -18,11 +19,13 @@ _is_made = False
 
 def init_distributed(*_: Any, **__: Any) -> None:
     """Gives torch.distributed a group of this process alone, of which a DistributedSampler can be made: workers meet
-    through the controller.
+    through the controller. Errors are told as before: every worker would be torch's rank 0.
     """
     global _is_made
     if distributed.is_available() and not distributed.is_initialized():
+        hook = sys.excepthook
         distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        sys.excepthook = hook
         _is_made = True
         means = "workers meet through the controller; torch.distributed knows this process alone"
         log.info("deepspeed.init_distributed", means=means)

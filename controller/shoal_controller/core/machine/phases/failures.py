@@ -10,6 +10,7 @@ A script that fails in the same way in all its workers before the first step is 
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
 """Exit statuses of a process that somebody wanted to end, or that had nobody to work for."""
 FRAME = '  File "'
 """Beginning of a frame in a traceback."""
+RANK = re.compile(r"^\[rank\d+\]: ")
+"""What torch.distributed puts before each line of one."""
 BUGS = frozenset({
     "AssertionError", "AttributeError", "EOFError", "ImportError", "IndentationError", "IndexError", "KeyError",
     "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "SyntaxError", "TabError",
@@ -117,7 +120,7 @@ def forgive(turn: Turn, status: Status) -> None:
 
 def fault_of(log_tail: str) -> Fault | None:
     """Return the fault that ended a script before its hello, from the last traceback in its log; None without one."""
-    lines = log_tail.splitlines()
+    lines = [RANK.sub("", line) for line in log_tail.splitlines()]
     frames = [number for number, line in enumerate(lines) if line.startswith(FRAME)]
     raised = next((line for line in lines[frames[-1] :] if line[:1].strip()), "") if frames else ""
     if not raised:
