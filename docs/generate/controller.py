@@ -49,8 +49,8 @@ later workers from it. It takes 0.2 GB of memory, and ends soon after the job's 
   where the warm process has a second thread or an open file, is killed or is not ready yet. So it is where the script's
   folder has a module by the name of one that is imported by then. The controller's log says why; a warm process that
   was killed is made anew.
-- **A script that sets what torch reads when it is imported**, such as `OMP_NUM_THREADS` in `os.environ`, begins again
-  at that line, as a process that is started. In the job's `env` it costs nothing.
+- **A script that sets or removes what torch reads when it is imported**, such as `OMP_NUM_THREADS` in `os.environ`,
+  begins again at that line, as a process that is started. In the job's `env` it costs nothing.
 
 `SHOAL_WARM_START=false` turns it off.
 """

@@ -14,7 +14,9 @@ import psutil
 import pytest
 from integration.local_processes import SECONDS, Controller, ended, until, with_controller, written
 from rule import Edit, rule
+from shoal.process.warm import READ_BY_IMPORTS
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.process import _taking_in as taking_in_orphans
 from shoal_protos.plan import Plan
 
 SELF = """
@@ -86,16 +88,35 @@ if what == "syntax":
     exec("1 +")
 sys.exit({"status": 7, "sentence": "no", "nothing": None}[what])
 """
-SETS_THREADS = """
+SETS_VARIABLE = """
 import os, sys
 
 was_imported = "torch" in sys.modules
-os.environ["MKL_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "2"
-import torch
+CHANGE
+import torch, torch.fx.experimental._config as config
 
 with open("/proc/self/environ") as shown:
     began_with = [one for one in shown.read().split("\\0") if one.startswith("OMP_")]
-print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], began_with[0][-1], not was_imported)
+print(torch.get_num_threads(), config.extended_debug_cpp, os.getenv("OMP_NUM_THREADS"), began_with, not was_imported)
+"""
+READS = """
+import os
+
+class Noted(dict):
+    def __getitem__(self, name):
+        print(os.fsdecode(name))
+        return super().__getitem__(name)
+
+os.environ._data = Noted(os.environ._data)
+import shoal
+shoal.initialize
+"""
+SHOWS_CHILD = """
+import subprocess, time
+
+child = subprocess.Popen(["sleep", "600"])
+print("wait", child.pid, flush=True)
+time.sleep(600)
 """
 
 IMPORT_SECONDS = 90.0
@@ -190,14 +211,23 @@ def test_a_forked_workers_end_is_that_of_a_started_one(tmp_path: Path) -> None:
     with_controller(tmp_path, scene, warm_start=True)
 
 
-def test_a_script_that_sets_what_torch_reads_at_its_import_is_obeyed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ('os.environ["MKL_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "2"', "2 False 2"),
+        ('os.environ["TORCHDYNAMO_EXTENDED_DEBUG_CPP"] = "1"', "1 True 1"),
+        ('del os.environ["OMP_NUM_THREADS"]', ""),
+    ],
+)
+def test_a_script_that_changes_what_torch_reads_at_its_import_is_obeyed(tmp_path: Path, change: str, seen: str) -> None:
     async def scene(controller: Controller) -> None:
         (tmp_path / "other").mkdir()
         await stays(controller, "other", job(tmp_path / "other", TELLS_ITS_END))
-        spec = job(tmp_path, SETS_THREADS)
+        spec = job(tmp_path, SETS_VARIABLE.replace("CHANGE", change))
         started = await to_its_end(controller, "w0", spec)
+        assert started[0] == 0 and started[1][0].startswith(seen) and started[1][0].endswith("True")
         await warm(controller, spec)
-        assert await to_its_end(controller, "w1", spec) == started == (0, ["2 2 1 True"])
+        assert await to_its_end(controller, "w1", spec) == started
         await controller.launcher.kill_all("demo")
 
     with_controller(tmp_path, scene, warm_start=True)
@@ -220,6 +250,44 @@ def test_a_killed_warm_process_is_made_anew_and_its_workers_live_on(tmp_path: Pa
         await controller.launcher.kill_all("demo")
 
     with_controller(tmp_path, scene, warm_start=True)
+
+
+def test_what_a_worker_leaves_that_is_killed_while_another_is_forked_does_not_stay_a_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orphans fall to the controller in that time; here the warm process stands still in it."""
+    monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.launchers.process.FORK_SECONDS", 3.0)
+
+    async def scene(controller: Controller) -> None:
+        spec = job(tmp_path, SHOWS_CHILD)
+        place = await controller.launcher.spawn("w0", spec)
+        await until(lambda: "wait" in written(place.log))
+        assert place.pid is not None
+        child = psutil.Process(int(written(place.log).split()[1]))
+        os.kill(await warm(controller, spec), signal.SIGSTOP)
+        forking = asyncio.create_task(controller.launcher.spawn("w1", spec))
+        await until(taking_in_orphans.locked)
+        os.kill(place.pid, signal.SIGKILL)
+        assert (await controller.end()).code == -signal.SIGKILL
+        await until(lambda: child.ppid() == os.getpid())
+        await forking
+        await until(lambda: not child.is_running())
+        await controller.launcher.kill_all("demo")
+
+    with_controller(tmp_path, scene, warm_start=True)
+
+
+def test_variables_that_are_read_as_torch_and_shoal_are_imported_are_known() -> None:
+    """Of libraries: those of Python itself and of the system are read as a process starts, or later."""
+    bare = {"PATH": os.environ["PATH"]}  # a library may look through all variables that are set
+    reads = subprocess.run(
+        [sys.executable, "-c", READS], capture_output=True, text=True, timeout=IMPORT_SECONDS, env=bare, check=True
+    )
+    libraries = ("TORCH", "PYTORCH", "NPY", "NUMPY", "GRPC", "PROTOCOL", "OMP", "MKL", "ATEN", "KINETO")
+    found = {name for name in reads.stdout.split() if name.startswith(libraries)}
+    assert {"TORCH_LOGS", "GRPC_VERBOSITY"} <= found
+    assert [name for name in sorted(found) if not name.startswith(READ_BY_IMPORTS)] == []
 
 
 @rule(

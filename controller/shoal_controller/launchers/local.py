@@ -11,7 +11,6 @@ it is fit; else they are started, which makes no difference but two seconds. doc
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -375,7 +374,7 @@ class LocalLauncher:
         """Keep the logs bounded, of workers that cannot know that anybody does, and the table of processes."""
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            if os.getpid() == 1 and not self._starting:
+            if not self._starting:
                 reap_orphans({process.pid for process, _ in self._watched.values()} | self._ending | self.warm.pids)
             self.warm.end(*self.warm.of.keys() - self.jobs)
             await self._prune()

@@ -319,12 +319,12 @@ def can_be_warm(command: Sequence[str]) -> bool:
 
 def reap_orphans(own: Collection[int]) -> None:
     """Wait for children that have ended and are not `own`: what a killed worker had started, such as its data loaders,
-    falls to process 1 of a container, and stays a zombie until that does.
+    falls to process 1 of a container, and to this one while it takes in orphans, and stays a zombie until that waits.
     """
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread may end meanwhile, and a kernel lack this file
             for pid in map(int, (task / "children").read_text().split()):
-                if pid not in own:
+                if pid not in own and (os.getpid() == 1 or os.getsid(pid) not in (pid, os.getsid(0))):
                     os.waitpid(pid, os.WNOHANG)
 
 

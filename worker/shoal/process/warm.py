@@ -12,6 +12,7 @@ Linux only.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import json
@@ -33,8 +34,12 @@ LEAST_FILES = 4
 """Standard input, both outputs, and the launcher's socket once more."""
 LOOK_SECONDS = 0.001
 Text = bytes | str | os.PathLike[str] | os.PathLike[bytes]
-READ_BY_IMPORTS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "PYTORCH_", "TORCH_LOGS")
-"""How variables begin that torch, numpy and their libraries read as they are loaded, or soon after."""
+READ_BY_IMPORTS = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "DNNL_", "ONEDNN_", "OPENBLAS_", "GOTO_", "ATEN_", "THP_", "KINETO_",
+    "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHEXPORT_", "TORCHINDUCTOR_FORCE_", "NPY_", "NUMPY_", "GRPC_",
+    "PROTOCOL_BUFFERS_",
+)  # fmt: skip
+"""How variables begin that torch, numpy, gRPC and their libraries read as they are loaded, or soon after."""
 
 
 def main() -> None:
@@ -117,7 +122,8 @@ def _become(asking: socket.socket, log: int) -> Sequence[str]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    os.write(log, imported)
+    with contextlib.suppress(OSError):  # a disk that is full is a matter of the script's own lines
+        os.write(log, imported)
     for file in (nothing, log):
         os.close(file)
     multiprocessing.current_process().authkey = os.urandom(32)
@@ -189,19 +195,29 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _start_over_where_too_late(command: Sequence[str]) -> None:
-    """From now on, a variable that was to be set before torch is imported makes this process begin again, started and
-    not forked; until it has threads, as it has with an engine.
+    """From now on, a variable that was to be set or removed before torch is imported makes this process begin again,
+    started and not forked; until it has threads, as it has with an engine.
     """
-    worker, began_with, put = os.getpid(), dict(os.environ), os.putenv
+    worker, began_with, put, unset = os.getpid(), dict(os.environ), os.putenv, os.unsetenv
 
-    def putenv(name: Text, value: Text) -> None:
-        is_read = os.fsdecode(name).startswith(READ_BY_IMPORTS) and os.getenv(os.fsdecode(name)) != os.fsdecode(value)
+    def look(name: Text, value: Text | None) -> None:
+        known = os.fsdecode(name)
+        is_read = known.startswith(READ_BY_IMPORTS) and began_with.get(known) != (
+            None if value is None else os.fsdecode(value)
+        )
         if is_read and os.getpid() == worker and threading.active_count() == 1:
             sys.stdout.flush()
             os.execvpe(command[0], list(command), began_with)
+
+    def putenv(name: Text, value: Text) -> None:
+        look(name, value)
         put(name, value)
 
-    os.putenv = putenv
+    def unsetenv(name: Text) -> None:
+        look(name, None)
+        unset(name)
+
+    os.putenv, os.unsetenv = putenv, unsetenv
 
 
 def _say_nothing(*_: object) -> None:
