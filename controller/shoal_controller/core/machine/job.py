@@ -85,7 +85,7 @@ class Process:
     builds: tuple[Activity, ...] = ()
     """Activities of the groups that it builds, or keeps for plans that may begin."""
     moved_at: float = 0.0
-    """When its position was last seen to change."""
+    """When its position was last seen to change, or its script to end."""
     steady_since: float = 0.0
     """Since when it has been heard without a gap: a process that was frozen says old things for a moment."""
     ping: PingSent | None = None

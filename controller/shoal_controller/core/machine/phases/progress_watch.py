@@ -187,6 +187,15 @@ def waited_for_seconds(job: Job, now: float) -> dict[WorkerId, float]:
     return stragglers(_activities(job, world)) if world is not None and looked_into else {}
 
 
+def waits_in_vain(job: Job, process: Process, ended: Process) -> bool:
+    """Whether it has waited for one whose script has ended for longer than the limit, and has said so as long after
+    that end: what was sent before it has come by then.
+    """
+    limit, activity = limit_seconds(job), process.activity
+    said_after = process.last_message_at - ended.moved_at
+    return ended.worker in activity.waits_for and min(_steady(process, activity).seconds, said_after) > limit
+
+
 # ---- user code that is stuck
 
 

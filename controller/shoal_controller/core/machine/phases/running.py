@@ -123,7 +123,7 @@ def _learn_the_end(turn: Turn, world: Plan) -> bool:
     last, followers = ended[0].status.step, _followers(world, members)
     living = {member.worker for member in world.members if turn.record(member.worker).serves}
     at_work = living - {process.worker for process in ended}
-    beyond = {one.worker for one in members if one.worker in living and _is_beyond(one, ended[0])}
+    beyond = {one.worker for one in members if one.worker in living and _is_beyond(turn, one, ended)}
     ahead = min(beyond - followers, default="")
     if ahead:
         ending.fail(
@@ -156,12 +156,15 @@ def _followers(world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
     return frozenset(worker for worker, lanes in world.lanes_by_worker.items() if not lanes)
 
 
-def _is_beyond(process: Process, ended: Process) -> bool:
-    """Whether it has begun to exchange a step after the one at which another script has ended, or ended later."""
-    activity = process.activity
+def _is_beyond(turn: Turn, process: Process, ended: Sequence[Process]) -> bool:
+    """Whether it has begun to exchange a step after the one at which other scripts have ended, or ended later. In a
+    cell it waits for the other members before: for one whose script has ended in vain.
+    """
+    activity, first = process.activity, ended[0]
     exchanges = (activity.phase, activity.bucket) >= (StepPhase.LANES, LANES_BEGIN)
-    in_next = activity.generation == process.status.generation and activity.boundary > ended.status.boundaries
-    return (in_next and exchanges) or process.status.step > ended.status.step
+    in_next = activity.generation == process.status.generation and activity.boundary > first.status.boundaries
+    in_vain = any(progress_watch.waits_in_vain(turn.job, process, one) for one in ended)
+    return (in_next and (exchanges or in_vain)) or process.status.step > first.status.step
 
 
 # ---- is it whole?

@@ -111,7 +111,8 @@ MESSAGES: dict[type, Callable[[Turn, WorkerId, Any], bool]] = {
 
 def _activity(turn: Turn, known: Process, message: Heartbeat) -> dict[str, Any]:
     """What a heartbeat tells of the training thread."""
-    moved = turn.now if message.activity.position != known.activity.position else known.moved_at
+    stood, stands = (known.activity.position, known.status.ended), (message.activity.position, message.status.ended)
+    moved = turn.now if stands != stood else known.moved_at
     gap = turn.now - known.last_message_at > turn.spec.heartbeat_seconds * turn.spec.suspect_after
     steady_since = turn.now if gap else known.steady_since
     return {
