@@ -63,8 +63,15 @@ if __name__ == "__main__":
     print("and to stderr", file=sys.stderr)
 """
 TELLS_ITS_END = """
-import atexit, os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time, traceback
 
+
+def keep(kind, error, trace):
+    atexit.register(lambda: print("at exit", traceback.extract_tb(error.__traceback__)))
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = keep
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
 what = open(os.path.join(os.path.dirname(__file__), "how")).read()

@@ -190,8 +190,8 @@ def _run(command: Sequence[str]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.excepthook = _say_nothing  # what remains of an end by an error is Python's
-        raise
+        sys.excepthook = _say_nothing  # what remains of an end by an error is Python's; the error keeps its traceback
+        raise (KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else SystemExit)(1) from None
 
 
 def _start_over_where_too_late(command: Sequence[str]) -> None:
