@@ -265,7 +265,7 @@ def test_an_iterator_ends_with_the_epoch_and_after_the_job_nothing_is_trained() 
     loader, steps = DataLoader(Points(), batch_size=2, shuffle=True), []
     for _ in range(2):
         batches = iter(loader)
-        with pytest.raises(StopIteration):
+        with pytest.raises(StopIteration, match=r"at the end of its epoch, step \d+; make one for each epoch"):
             while True:
                 engine.train_batch(batches)
         steps.append(engine.global_steps)
@@ -332,13 +332,20 @@ def test_batches_that_are_no_pairs_and_a_call_without_data_are_refused() -> None
     ):
         engine.train_batch()
     for made_of_it, words in (
-        ({}, "got a batch that is a dict; expected a pair of inputs and labels"),
+        ([1, 2, 3], "got a batch that is a list of 3; expected a pair of inputs and labels"),
         ((None, None), "got a batch whose inputs are None; expected a tensor or several"),
     ):
         engine = made(training_data=Points())
         engine.set_batch_fn(lambda _, found=made_of_it: found)
         with pytest.raises(UserError, match=words):
             engine.train_batch()
+
+
+def test_a_last_layer_whose_output_is_no_loss_is_refused_where_there_is_no_loss_function() -> None:
+    model = PipelineModule([*linears(2), LayerSpec(nn.Linear, WIDTH, 1)], 1)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG, training_data=Points(), shoal={"max_steps": 1})
+    with pytest.raises(UserError, match=r"has no loss_fn, and its last layer's output is of shape \(2, 1\); give it"):
+        engine.train_batch()
 
 
 def test_the_engine_has_the_names_of_the_page_and_refuses_those_of_the_loop() -> None:

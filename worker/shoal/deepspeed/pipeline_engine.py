@@ -88,7 +88,10 @@ class PipelineEngine(DeepSpeedEngine):
             raise UserError("engine.train_batch was called without gradients; to evaluate, call engine.eval_batch.")
         self._take(data_iter)
         if self._calls >= self._end:
-            raise StopIteration
+            raise StopIteration(
+                f"engine.train_batch was given an iterator that is at the end of its epoch, step {self._calls}; make "
+                "one for each epoch by iter(loader), or give it deepspeed.utils.RepeatingLoader(loader)"
+            )
         elastic = self.elastic
         elastic.module.train()
         self._calls += 1
@@ -117,6 +120,11 @@ class PipelineEngine(DeepSpeedEngine):
     def _loss(self, output: Any, rows: Tensor | None) -> Any:
         """Of a micro-batch. `rows`: which of the batch at hand it has; None: all."""
         if self._model.loss_fn is None:
+            if not isinstance(output, Tensor) or output.numel() != 1:
+                raise UserError(
+                    "the PipelineModule has no loss_fn, and its last layer's output is "
+                    f"{_shape_of(output)}; give it loss_fn, or a last layer that makes the mean loss."
+                )
             return output
         labels = self._labels
         if rows is not None:
@@ -128,7 +136,7 @@ class PipelineEngine(DeepSpeedEngine):
         batch = self._batch_fn(batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UserError(
-                f"engine.train_batch got a batch that is a {type(batch).__name__}; expected a pair of inputs and "
+                f"engine.train_batch got a batch that is {_shape_of(batch)}; expected a pair of inputs and "
                 "labels, each a tensor or a tuple of tensors; engine.set_batch_fn takes a function that makes it."
             )
         inputs = tuple(batch[0]) if isinstance(batch[0], tuple | list) else (batch[0],)
@@ -294,6 +302,11 @@ def _checked(call: str, given: Any) -> Feed:
             f"{call} got a {type(given).__name__}, whose samples would be others in every world; {SAME_ITERATOR}."
         )
     return given
+
+
+def _shape_of(given: Any) -> str:
+    many = f" of {len(given)}" if isinstance(given, tuple | list | dict) else ""
+    return f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}{many}"
 
 
 def _as_it_is(batch: Any) -> Any:
