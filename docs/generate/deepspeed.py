@@ -154,7 +154,9 @@ in two cells of two processes.
   `gradient_accumulation_steps` micro-batches for each lane, by PyTorch's 1F1B schedule (by GPipe, where there are fewer
   of them than stages), and returns the mean loss, the same on all workers. A worker that joins goes through the calls
   before at once: they return the last loss that it knows. So all scripts end at one step, with or without
-  `shoal.max_steps`. After the last step calls return at once, too.
+  `shoal.max_steps`. After the last step calls return at once, too. The others wait for it meanwhile, at 0.1 ms a call
+  and for what else the body does: leave that out by `if engine.global_steps > step: continue` behind the call of step
+  `step`.
 - **Data.** `initialize` takes `training_data`, or `train_batch` an iterator over a DataLoader: `iter(loader)`, which
   ends with each epoch, or `RepeatingLoader(loader)`. Both say which dataset is trained on; its order is Shoal's. A
   batch is a pair of inputs and labels, each a tensor or a tuple of tensors. All processes of a cell read it.
