@@ -269,7 +269,8 @@ def test_a_checkpoint_of_any_world_is_gone_on_from_in_another(before: str, after
     broken_by=[
         Edit("shoal.core.anchors", "end = min(last, (first // size + blocks) * size)", "end = last"),
         Edit("shoal.core.anchors", "blocks = 1 if first % size else max(", "blocks = max("),
-        Edit("shoal.core.anchors", "min(LONGEST // size, (last - first) // size)", "(last - first) // size"),
+        Edit("shoal.core.anchors", "min(longest // size, (last - first) // size)", "(last - first) // size"),
+        Edit("shoal.core.anchors", " if threads == 1 else LONGEST_SHARED", ""),
     ],
 )
 def test_a_tensor_is_cut_at_its_first_and_last_block_and_into_runs_of_one_thread() -> None:
@@ -277,19 +278,22 @@ def test_a_tensor_is_cut_at_its_first_and_last_block_and_into_runs_of_one_thread
     (bucket,) = layout.buckets
     first, second = bucket.slots
     end = second.start + second.parameter.elements
-    assert [*equal_cut(bucket, second, 0, bucket.elements)] == [
+    assert [*equal_cut((bucket, second), 0, bucket.elements, 1)] == [
         (second.start, 4096), (4096, 8192), (8192, end)
     ]  # fmt: skip
-    assert [*equal_cut(bucket, second, 4096, 8192)] == [(4096, 8192)]
-    assert [*equal_cut(bucket, first, 4096, 8192)] == []
+    assert [*equal_cut((bucket, second), 4096, 8192, 1)] == [(4096, 8192)]
+    assert [*equal_cut((bucket, first), 4096, 8192, 1)] == []
     shapes = [(300, 401), (40, 5)]
     (large,) = lay_out([Trainable(f"p{n}", shape, torch.float32, 0) for n, shape in enumerate(shapes)]).buckets
     tensor = large.slots[1]
-    pieces = [*equal_cut(large, tensor, 0, large.elements)]
-    assert pieces[0] == (tensor.start, 4096) and tensor.start % 4096, "its part of the first block"
-    assert [stop - start for start, stop in pieces[1:-1]] == [28_672] * 4
-    assert pieces[-1] == (pieces[-2][1], tensor.start + tensor.parameter.elements)
-    assert [*equal_cut(large, tensor, 8192, 16_384)] == [(8192, 16_384)], "together, where one world has no more of it"
+    for threads, between in ((1, [114_688]), (2, [28_672] * 4)):
+        pieces = [*equal_cut((large, tensor), 0, large.elements, threads)]
+        assert pieces[0] == (tensor.start, 4096) and tensor.start % 4096, "its part of the first block"
+        assert [stop - start for start, stop in pieces[1:-1]] == between
+        assert pieces[-1] == (pieces[-2][1], tensor.start + tensor.parameter.elements)
+    assert [*equal_cut((large, tensor), 8192, 16_384, 1)] == [(8192, 16_384)], (
+        "together, where one world has no more of it"
+    )
 
 
 def test_a_member_without_lanes_updates_with_what_the_body_has_set() -> None:

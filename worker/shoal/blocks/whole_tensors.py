@@ -120,7 +120,7 @@ class WholeTensors:
 
     def _pieces(self, place: Place, run: TensorRun, scale: float) -> tuple[list[Span], Pieces]:
         """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
-        spans, (bucket, _) = [*equal_cut(*place, run.start, run.stop)], place
+        spans, (bucket, _) = [*equal_cut(place, run.start, run.stop, torch.get_num_threads())], place
         if not spans:
             return [], Pieces([], {}, [])
         cut = partial(_split, spans, run.start)

@@ -23,8 +23,12 @@ from shoal.core.layout import Bucket, Layout, Slot
 
 Place = tuple[Bucket, Slot]
 """Where a tensor lies."""
-LONGEST = 28_672
-"""Elements of a run: kernels of torch share runs of 32,768 among threads, at places that are no whole vectors."""
+LONGEST = 114_688
+"""Elements of a run: a few of such runs stay in a processor's cache."""
+LONGEST_SHARED = 28_672
+"""Where there are several threads: kernels of torch share runs of 32,768 among them, at places that are no whole
+vectors.
+"""
 
 
 def anchors(layout: Layout, tensors: Sequence[Place], costs: Sequence[int]) -> list[int]:
@@ -57,12 +61,15 @@ def _nearest(numbers: Sequence[int], wanted: float) -> int:
     return min(numbers[max(0, at - 1) : at + 1], key=lambda number: abs(number - wanted))
 
 
-def equal_cut(bucket: Bucket, slot: Slot, start: int, stop: int) -> Iterator[Span]:
-    """Yield what of a tensor lies in elements `[start, stop)`, whole blocks of its bucket, in pieces of equal bits."""
+def equal_cut(place: Place, start: int, stop: int, threads: int) -> Iterator[Span]:
+    """Yield what of a tensor lies in elements `[start, stop)`, whole blocks of its bucket, in pieces of equal bits.
+    `threads`: that share a run.
+    """
+    (bucket, slot), longest = place, LONGEST if threads == 1 else LONGEST_SHARED
     size, begins, ends = bucket.block_elements, slot.start, slot.start + slot.parameter.elements
     first, last = max(start, begins), min(stop, ends)
     while first < last:
-        blocks = 1 if first % size else max(1, min(LONGEST // size, (last - first) // size))
+        blocks = 1 if first % size else max(1, min(longest // size, (last - first) // size))
         end = min(last, (first // size + blocks) * size)
         yield first, end
         first = end

@@ -10,6 +10,7 @@ vote. All three are functions of what they are given: nothing is kept at a home,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +21,8 @@ from torch.optim import Optimizer
 
 from shoal.optim.hyper import Group
 
-ON_HOST = 4
-"""Pieces of a batch there: a megabyte or two."""
+ON_HOST = 114_688
+"""Elements of a batch there, if it has several pieces: a megabyte or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,21 @@ class Pieces:
         """Some pieces at a time, with their gradients scaled. On the host few, so that what is made of them on the way
         stays in the processor's cache; a device takes all at once.
         """
-        pieces = len(self.gradients)
-        size = ON_HOST if pieces and self.gradients[0].device.type == "cpu" else max(1, pieces)
-        for first in range(0, pieces, size):
-            some = slice(first, first + size)
+        first, pieces = 0, len(self.gradients)
+        while first < pieces:
+            stop, elements = first + 1, self.gradients[first].numel()
+            while stop < pieces and (elements := elements + self.gradients[stop].numel()) <= self._most:
+                stop += 1
+            some, first = slice(first, stop), stop
             gradients: Any = self.gradients[some]
             if self.scale != 1.0:
                 gradients = torch._foreach_mul(gradients, self.scale)
             yield some, Pieces(self.weights[some], {key: of[some] for key, of in self.state.items()}, gradients)
+
+    @property
+    def _most(self) -> float:
+        """Elements of a batch."""
+        return ON_HOST if self.gradients[0].device.type == "cpu" else math.inf
 
 
 class Columns(NamedTuple):
