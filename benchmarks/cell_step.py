@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 PROCESSES = 2
+BY = ("tensor", "context", "pipeline")
 MICRO_BATCHES = 4
 """Of a pipeline's schedule."""
 STEPS = 1_000_000
@@ -203,8 +204,10 @@ def _batches(windows: model.Windows, samples: int) -> Iterator[Any]:
         at += samples
 
 
-def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH, by: str = "tensor") -> Any:
-    """The engine of one process of a cell."""
+def initialize(
+    size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH, by: str = "tensor"
+) -> tuple[Any, Callable[[Any], None]]:
+    """The engine of one process of a cell, and what trains a lane of it, given its batch."""
     import shoal
 
     settled = {
@@ -222,25 +225,23 @@ def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MIC
     else:
         gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
     optimizer = adamw if by == "pipeline" else adamw(gpt)  # a stage's, of each of them
-    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=optimizer)
+    engine = shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=optimizer)
+    if by != "pipeline":
+        return engine, lambda batch: engine.backward(engine.module(**batch))
+    number, options = cell.index(by), {"loss_fn": engine.loss_fn(loss_of), "scale_grads": False}
+    run = scheduled(engine.module[str(number)], number, cell.group(by), **options)
+    return engine, lambda batch: run(engine.run, batch)
 
 
 def in_cell(given: argparse.Namespace) -> None:
     """One process of a cell."""
-    engine = initialize(given.size, lanes=1, mirrors=0, by=given.by)
+    engine, train = initialize(given.size, lanes=1, mirrors=0, by=given.by)
     batches = iter(engine)
-    if given.by == "pipeline":
-        rank = dist.get_rank()
-        options = {"loss_fn": engine.loss_fn(loss_of), "scale_grads": False}
-        run = scheduled(engine.module[str(rank)], rank, dist.group.WORLD, **options)
 
     def step() -> None:
         before = engine.global_step
         while engine.global_step == before:
-            if given.by == "pipeline":
-                run(engine.run, next(batches))
-            else:
-                engine.backward(engine.module(**next(batches)))
+            train(next(batches))
             engine.step()
 
     step()  # the world has begun
@@ -285,7 +286,7 @@ def round_of(way: str, by: str, size: str, steps: int) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--by", choices=["tensor", "context", "pipeline"], default="tensor")
+    parser.add_argument("--by", choices=BY, default=BY[0])
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
