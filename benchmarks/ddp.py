@@ -30,9 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 3
 """Of one round."""
 ROUNDS = 9
-WAYS = ("ddp", "ddp default", "zero", "fsdp2", "fsdp2 reshard", "ddp muon")
+NEWTON_SCHULZ = "newton schulz"
+WAYS = ("ddp", "ddp default", "zero", "fsdp2", "fsdp2 reshard", "ddp muon", NEWTON_SCHULZ)
 """DDP whose gradients are views of what it sends, DDP as it comes, which copies them, the first with
-ZeroRedundancyOptimizer, FSDP2 that keeps parameters from forward to backward or frees them, and the first with Muon.
+ZeroRedundancyOptimizer, FSDP2 that keeps parameters from forward to backward or frees them, the first with Muon, and no
+more of that than the directions of all matrices, each by one process.
 """
 PATIENCE_SECONDS = 60.0
 
@@ -50,6 +52,8 @@ def fully_sharded(size: str, reshard: bool) -> nn.Module:
 
 def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable[[], None]:
     """One step of so many lanes in all. `way`: one of `WAYS`."""
+    if way == NEWTON_SCHULZ:
+        return newton_schulz(rank, world, size)
     if way.startswith("fsdp2"):
         module = fully_sharded(size, way == "fsdp2 reshard")
         accumulating = nullcontext
@@ -78,6 +82,22 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
             optimizer.step()
 
     return step
+
+
+def newton_schulz(rank: int, world: int, size: str) -> Callable[[], None]:
+    """The directions of this process's part of the matrices: those of every so many-th layer."""
+    from shoal.optim.muon import TORCH  # main's processes know no Shoal
+
+    gpt = model.build(size)
+    (group,) = model.muon(gpt)[0].param_groups
+    mine = {id(parameter) for layer in gpt.blocks[rank::world] for parameter in layer.parameters()}
+    matrices = [torch.randn_like(one, dtype=torch.bfloat16) for one in group["params"] if id(one) in mine]
+
+    def share() -> None:
+        for matrix in matrices:
+            TORCH.whole(matrix, group)
+
+    return share
 
 
 def in_turn(ways: Iterable[Way], number: int) -> list[Way]:
