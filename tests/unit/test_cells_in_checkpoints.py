@@ -45,11 +45,7 @@ def undisturbed() -> str:
     "A checkpoint has the blocks and buffers of every coordinate of a cell, and any number of cells goes on from it",
     "Cells",
     broken_by=[
-        Edit(
-            "shoal.checkpoint.reader",
-            "if file.coordinate in self.blocks.part.holders(buckets[piece.bucket].division)",
-            "if file.coordinate == 0",
-        ),
+        Edit("shoal.checkpoint.reader", "if buckets[piece.bucket].division in shared", "if file.coordinate == 0"),
         Edit("shoal.checkpoint.reader", "buffer_tensor(name, self.coordinate)", "buffer_tensor(name)"),
     ],
 )

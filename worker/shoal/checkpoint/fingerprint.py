@@ -148,7 +148,7 @@ def verify(reader: Reader) -> Verified:
     reader.frozen()
     misses = Misses.from_runs(manifest.blocks, manifest.missed)
     digest = total_of(manifest.step, manifest.blocks, digests, buffers, misses)
-    return Verified(reader.bytes_read + sum(one.bytes_read for one in readers), digest)
+    return Verified(sum(one.bytes_read for one in readers), digest)
 
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:

@@ -6,9 +6,10 @@ those of all. Names that are tied to another are not among them; the manifest sa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 from shoal_protos.errors import UserError
@@ -23,7 +24,7 @@ from shoal.core.layout import Bucket, Layout, slots_of_all_stages
 from shoal.core.misses import Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
-from shoal.process.host_memory import tensor_bytes
+from shoal.process.host_memory import ReusedMemory, tensor_bytes
 
 BEGINNING_WITH_ZEROS = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "Adadelta", "RMSprop"))
 """Optimizers to which a state of zeros is the same as none."""
@@ -58,25 +59,29 @@ def has_averages(manifest: Manifest) -> bool:
 
 
 def tensors(reader: Reader, exact: bool = False, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last.
+    """Every one of `names`, in their order, verified. A parameter is there until the next is asked for: clone what
+    is to last.
 
     `exact`: parameters in half precision as their master weights, where there are such. `averaged`: parameters as their
     averages, which there are, in the wide dtype of the bucket. Raises `UserError` where the parts of a cell do not make
     a whole.
     """
+    experts, memory, joined = reader.blocks.part.experts, defaultdict[int, ReusedMemory](ReusedMemory), ReusedMemory()
     for stage, bucket in reader.manifest.blocks.of_stages():
-        flats = [_flat(one, bucket, exact, averaged) for one in _with_parts(reader, stage, bucket)]
+        flats = [
+            _flat(one, bucket, exact, averaged, memory[piece])
+            for piece, one in enumerate(_with_parts(reader, stage, bucket))
+        ]
         for slot, *parts in zip(bucket.slots, *(views(bucket, flat) for flat in flats), strict=True):
-            experts = reader.blocks.part.experts
-            yield from zip(slot.parameter.whole_names(experts), slot.parameter.joined(parts, experts), strict=True)
+            wholes = slot.parameter.joined(parts, experts, joined.take)
+            yield from zip(slot.parameter.whole_names(experts), wholes, strict=True)
     yield from reader.frozen().items()
     yield from _buffers(reader).items()
 
 
 def _with_parts(reader: Reader, stage: int, bucket: Bucket) -> list[Reader]:
     """As those coordinates see it that together have the whole of a bucket."""
-    coordinates = reader.manifest.blocks.part.firsts(stage, bucket.division)
-    return [reader.at(one) if one != reader.coordinate else reader for one in coordinates]
+    return [reader.at(one) for one in reader.manifest.blocks.part.firsts(stage, bucket.division)]
 
 
 def _buffers(reader: Reader) -> dict[str, Tensor]:
@@ -126,24 +131,26 @@ def check_alike(name: str, is_alike: bool, of: str) -> None:
         )
 
 
-def _flat(reader: Reader, bucket: Bucket, exact: bool, averaged: bool) -> Tensor:  # (elements,)
-    if averaged:
-        return _wide(reader, bucket, AVERAGE)
-    return _wide(reader, bucket, MASTER) if exact and bucket.has_masters else _parameters(reader, bucket)
+def _flat(reader: Reader, bucket: Bucket, exact: bool, averaged: bool, memory: ReusedMemory) -> Tensor:  # (elements,)
+    if averaged or (exact and bucket.has_masters):
+        return _wide(reader, bucket, AVERAGE if averaged else MASTER, memory)
+    return _parameters(reader, bucket, memory)
 
 
-def _parameters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
-    window = Window(reader.blocks.whole(bucket), bucket)
+def _parameters(reader: Reader, bucket: Bucket, memory: ReusedMemory) -> Tensor:  # (elements,) of the bucket's dtype
+    window = Window(reader.blocks.whole(bucket), bucket, memory)
     reader.parameters([reader.blocks.whole(bucket)], window)
     return window.values
 
 
-def _wide(reader: Reader, bucket: Bucket, key: str) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
+def _wide(
+    reader: Reader, bucket: Bucket, key: str, memory: ReusedMemory
+) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
     """Masters or averages; the parameters where there are none."""
-    layout, found = reader.blocks, torch.empty(bucket.elements, dtype=bucket.wide_dtype)
+    layout, found = reader.blocks, memory.take((bucket.elements,), bucket.wide_dtype)
     for stretch, state in reader.states([layout.whole(bucket)], only=key).items():
         if key not in state:
-            return _parameters(reader, bucket)
+            return _parameters(reader, bucket, memory)
         found[slice(*layout.elements(stretch))] = state[key]
     return found
 
@@ -168,7 +175,7 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
             found: list[dict[str, Tensor]] = [{} for _ in slot.parameter.whole_names(experts)]
             for key, flat in shared.items():
                 own = [one[key][first:stop].view(slot.parameter.shape) for one in parts] if flat.dim() else []
-                joined = slot.parameter.joined(own, experts) if own else [flat - its.updates] * len(found)
+                joined = slot.parameter.joined(own, experts) if own else repeat(flat - its.updates, len(found))
                 for state, value in zip(found, joined, strict=True):
                     state[key] = value
             yield from zip(slot.parameter.whole_names(experts), found, strict=True)

@@ -22,10 +22,11 @@ from shoal.blocks.values import BlockValues
 from shoal.checkpoint.manifest import CHECKSUM_BYTES, Manifest, PieceEntry, TensorEntry, buffer_tensor, checksum
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
+from shoal.core.cell_part import DIVISIONS
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES, count_of, ends_of
 from shoal.core.layout import Bucket, Slot, Stretch
-from shoal.process.host_memory import host_memory, tensor_bytes
+from shoal.process.host_memory import ReusedMemory, host_memory, tensor_bytes
 
 READERS = 4
 """Threads that read and verify: hashing is what takes the time, and it lets others run."""
@@ -97,17 +98,22 @@ class Reader:
                 (piece.stretch, file, piece)
                 for file in manifest.files
                 for buckets in [self.blocks.at(file.coordinate).buckets]  # of the stage that has written it
+                for shared in [[one for one in DIVISIONS if file.coordinate in self.blocks.part.holders(one)]]
                 for piece in file.pieces
-                if file.coordinate in self.blocks.part.holders(buckets[piece.bucket].division)
+                if buckets[piece.bucket].division in shared
             ),
             key=lambda one: one[0],
         )
         self._places = [stretch for stretch, _, _ in self._pieces]
         self.bytes_read = 0
+        self._at = {coordinate: self}
 
     def at(self, coordinate: int) -> Reader:
         """The same as another coordinate sees it."""
-        return Reader(self._storage, self._folder, self.manifest, coordinate)
+        if coordinate not in self._at:
+            other = self._at[coordinate] = Reader(self._storage, self._folder, self.manifest, coordinate)
+            other._at = self._at
+        return self._at[coordinate]
 
     @property
     def where(self) -> str:
@@ -327,9 +333,9 @@ class Reader:
 class Window:
     """`BlockValues` of some blocks of a bucket, which are read into memory of their own, `values`: (elements,)."""
 
-    def __init__(self, stretch: Stretch, bucket: Bucket) -> None:
+    def __init__(self, stretch: Stretch, bucket: Bucket, memory: ReusedMemory | None = None) -> None:
         self._stretch, self._size = stretch, bucket.block_elements
-        self.values = host_memory(stretch.blocks * self._size, bucket.dtype)
+        self.values = (memory or ReusedMemory()).take((stretch.blocks * self._size,), bucket.dtype)
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
         return self.range(stretch.bucket, stretch.start * self._size, stretch.stop * self._size)

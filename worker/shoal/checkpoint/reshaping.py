@@ -118,7 +118,7 @@ class _Source:
 
     def __init__(self, found: Found, layout: Layout) -> None:
         """Raises `UserError` where they have state that cannot be cut anew."""
-        self._reader, self._layout, self._readers = found.reader(), layout, dict[int, Reader]()
+        self._reader, self._layout = found.reader(), layout
         self._where, self._there = found.path, found.manifest.blocks.part
         self._names = OldNames(found.manifest.blocks, layout)
         self._places = {
@@ -220,10 +220,7 @@ class _Source:
     def _reader_of(self, stage: int, expert: int, tensor: int) -> Reader:
         """As the first coordinate sees it that has such a part of a stage."""
         there = self._there
-        coordinate = stage * there.of_stage + expert * there.contexts * there.parts + tensor
-        if coordinate not in self._readers:
-            self._readers[coordinate] = self._reader.at(coordinate)
-        return self._readers[coordinate]
+        return self._reader.at(stage * there.of_stage + expert * there.contexts * there.parts + tensor)
 
 
 # ---- beside the blocks

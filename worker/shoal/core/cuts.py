@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -107,10 +106,13 @@ class Cut(NamedTuple):
     def join(
         self,
         parts: Sequence[Tensor],  # by place, each of the part's shape
-    ) -> Tensor:  # of the whole's shape
-        """The whole."""
-        pieces = [part.chunk(self.stride, self.dim) for part in parts]
-        return torch.cat([of_place[number] for number in range(self.stride) for of_place in pieces], self.dim)
+        whole: Tensor,  # of the whole's shape
+    ) -> None:
+        """Fills the whole in."""
+        spans = whole.chunk(self.stride * len(parts), self.dim)
+        for place, part in enumerate(parts):
+            for span, piece in zip(spans[place :: len(parts)], part.chunk(self.stride, self.dim), strict=True):
+                span.copy_(piece)
 
 
 class Dealt(NamedTuple):

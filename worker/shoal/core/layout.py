@@ -25,7 +25,7 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -43,6 +43,8 @@ SMALLEST_BLOCK = 4_096
 MOST_BLOCKS = 65_536
 FROZEN = -1
 """The group of parameters that no optimizer changes."""
+MemoryFor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # of that shape and dtype
+"""Memory for a tensor, without values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,26 @@ class Trainable:
         self,
         parts: Sequence[torch.Tensor],  # by piece (cell_part.py), each of its shape
         experts: int,
-    ) -> list[torch.Tensor]:  # each of the whole's shape
-        """The model's tensors of these parts, in the order of `whole_names`."""
+        memory: MemoryFor = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    ) -> Iterator[torch.Tensor]:  # each of the whole's shape
+        """The model's tensors of these parts, in the order of `whole_names`. `memory`: for one of several parts; where
+        it is the same again, a tensor is there until the next is asked for.
+        """
         count = len(parts) // (experts if self.division.by_expert else 1)
         rows = [parts[first : first + count] for first in range(0, len(parts), count)]
-        of_places = [self.cut.join(row) if self.own and self.cut is not None else row[0] for row in rows]
-        if self.is_one_of_several or self.dealt is None or not self.division.by_expert:
-            return of_places
-        return [Cut(self.dealt.dim).join(of_places)]
+        are_apart = self.is_one_of_several or self.dealt is None or not self.division.by_expert
+        for of_one in [[row] for row in rows] if are_apart else [rows]:
+            if len(of_one) == 1 and (self.cut is None or not self.own):
+                yield of_one[0][0]
+                continue
+            whole = memory(self.whole_shape(count, experts), of_one[0][0].dtype)
+            of_places = whole.chunk(len(of_one), self.dealt.dim) if self.dealt and len(of_one) > 1 else [whole]
+            for of_place, row in zip(of_places, of_one, strict=True):
+                if self.cut is not None and self.own:
+                    self.cut.join(row, of_place)
+                else:
+                    of_place.copy_(row[0])
+            yield whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 from collections.abc import Mapping
@@ -36,6 +37,23 @@ def host_memory(elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of 
     with contextlib.suppress(OSError):  # a kernel without huge pages; the last part of a page stays in small ones
         region.madvise(mmap.MADV_HUGEPAGE, first, count // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return torch.frombuffer(region, dtype=dtype, count=elements, offset=first)
+
+
+class ReusedMemory:
+    """Memory of one tensor after the other: for what is read or made of many large ones. It is as large as the largest
+    one, and the system finds it once.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:  # of that shape and dtype
+        """With any values. What was taken before is void."""
+        count = math.prod(shape) * dtype.itemsize
+        if self._memory.numel() < count:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the smaller one goes before the larger one comes
+            self._memory = host_memory(count, torch.uint8)
+        return self._memory[:count].view(dtype).view(shape)
 
 
 def memory_on(device: torch.device, elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`

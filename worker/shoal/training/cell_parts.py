@@ -9,6 +9,7 @@ another one for the buffers of another stage. In stage 3 the one who answers for
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,7 @@ from shoal.exchange.unit_fetch import WHERE, PutOwn, UnitFetch, UnitServer, answ
 from shoal.exchange.world import World
 from shoal.group.group import Group
 from shoal.process.device import DeviceCopy
-from shoal.process.host_memory import tensor_bytes
+from shoal.process.host_memory import ReusedMemory, tensor_bytes
 from shoal.state.half_floats import half_dtype
 from shoal.training.context import TrainingContext
 from shoal.training.whole_averages import AskedBucket
@@ -122,7 +123,8 @@ class CellParts:
     def _parameters(self, reading: Reading) -> Iterator[Tensor]:  # each of its own shape
         """In the order of the layout's wholes."""
         state, part = self._context.state, self._context.state.layout.part
-        own = by_bucket(state.layout, state.parameters)
+        own, joined = by_bucket(state.layout, state.parameters), ReusedMemory()
+        memory = defaultdict[int, ReusedMemory](ReusedMemory)
         for stage, bucket in state.layout.of_stages():
             found: list[Iterable[Tensor]] = []
             for piece, coordinate in enumerate(part.firsts(stage, bucket.division)):
@@ -130,15 +132,20 @@ class CellParts:
                 found.append(
                     (local_of(one.detach()) for one in reading(own[bucket.index]))
                     if is_here
-                    else views(bucket, self._bring(coordinate, bucket))
+                    else views(bucket, self._bring(coordinate, bucket, memory[piece]))
                 )
             for slot, *parts in zip(bucket.slots, *found, strict=True):
-                yield from slot.parameter.joined(parts, part.experts)
+                yield from slot.parameter.joined(parts, part.experts, joined.take)
 
-    def _bring(self, coordinate: int, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
+    def _bring(
+        self, coordinate: int, bucket: Bucket, memory: ReusedMemory
+    ) -> Tensor:  # (elements,) of the bucket's dtype
         """A bucket as another coordinate has it, from its owners."""
         world, layout = self._world, self._context.state.layout.at(coordinate)
-        flats = [torch.empty(one.elements if one is bucket else 0, dtype=one.dtype) for one in layout.buckets]
+        flats = [
+            memory.take((one.elements,), one.dtype) if one is bucket else torch.empty(0, dtype=one.dtype)
+            for one in layout.buckets
+        ]
         values, traffic = WholeValues(layout, flats), self._traffic_at(world, coordinate)
         fetch = PartFetch(world.group, traffic, self._key, values, _nothing_here, is_in_lane=bool)
         asked = AskedBucket(bucket.index)
