@@ -46,6 +46,7 @@ def attempt(task: Task) -> Outcome:
     happened["with spares"] += simulation.spec.spares > 0
     happened["of several speeds"] += simulation.speeds.are_known
     happened["lanes shared anew"] += simulation.speeds.changes
+    happened["without lanes for their speed"] += simulation.speeds.idle
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["disasters"] += getattr(simulation, "disasters", 0)
     happened["put back"] += simulation.put_back

@@ -11,6 +11,7 @@ from .cells import full_cells_of
 from .faults import Faults
 from .pods import NO_IMAGE
 from .simulation import Simulation
+from .speeds import without_lanes
 from .watch import Violation
 from .worker import SimWorker
 
@@ -97,6 +98,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
+    trainers += len(without_lanes(simulation.host.job, world))
     cells = _full_cells(simulation, [processes[rank] for rank in staying])
     busy = trainers == min(cells, world.lanes, durable.trainers or world.lanes) * world.coordinates
     possible = min(len(staying), durable.wanted) // world.coordinates

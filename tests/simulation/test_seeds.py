@@ -76,6 +76,7 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
     assert happened["with spares"] > count / 4, "too few jobs had spares"
     assert happened["of several speeds"] > count / 8, "too few jobs had workers that are slow for life"
     assert happened["lanes shared anew"], "lanes followed no speed"
+    assert happened["without lanes for their speed"], "nobody was too slow for any lane"
     assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
 
 

@@ -15,12 +15,16 @@ from over_gloo import over_gloo
 from rule import Edit, holds, rule
 from shoal.group.group import Group, GroupProgress
 from shoal.process.device import HostDevice
+from shoal.training import telemetry
 from shoal.training.engine import Engine
 from shoal.training.telemetry import LaneClock
 from tensor_parallel import CellTask, crew_of
 from tiers import check
 
 STEPS = 24
+MORE = check("more stages")
+LONG, OFTEN = 60, 10
+"""Steps in which a lane is rehearsed several times, where that is done so often."""
 
 
 def takes(seconds: dict[str, float]) -> Any:
@@ -37,6 +41,29 @@ def takes(seconds: dict[str, float]) -> Any:
     return prepare
 
 
+def measures(seconds: dict[str, float]) -> Any:
+    """That is what each of the worker's lanes is measured to take, by a device that says so; a step takes a second."""
+
+    class Paced(HostDevice):
+        def seconds_between(self, begin: float, end: float) -> float:  # type: ignore[override]
+            return seconds["now"]
+
+    def prepare(engine: Engine) -> None:
+        class Paces(LaneClock):
+            def _now(self) -> float:  # type: ignore[override]
+                return float(engine.global_step)
+
+            def end_rehearsal(self, micro_batches: int) -> None:
+                super().end_rehearsal(micro_batches)
+                seconds["rehearsed"] = seconds.get("rehearsed", 0) + 1
+
+        clock = Paces(Paced())
+        clock._paused = nullcontext  # type: ignore[method-assign]
+        engine.context.lane_clock = clock
+
+    return prepare
+
+
 def task(stage: int, seconds: dict[str, float]) -> Task:
     options = {"lanes": 12, "max_steps": STEPS, "stage": stage, "shoal": {"on_slow": "share"}}
     return Task(options, prepare=takes(seconds))
@@ -48,12 +75,12 @@ def counts(crew: Crew) -> list[int]:
     return [len(share.lanes) for share in world.shares]
 
 
-def train_until(crew: Crew, wanted: list[int]) -> None:
+def train_until(crew: Crew, wanted: list[int], steps: int = STEPS) -> None:
     """Step by step, a heartbeat each."""
     while counts(crew) != wanted:
         crew.train_to(crew.allowed + 1)
         crew.beat(1)
-        assert crew.allowed < STEPS - 1, f"{counts(crew)}\n{crew.story()}"
+        assert crew.allowed < steps - 1, f"{counts(crew)}\n{crew.story()}"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -62,11 +89,84 @@ def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
     with Crew("abc", task(stage, usual), odd={"b": task(stage, slow)}) as crew:
         crew.train_to(2)
         slow["now"] = 0.2
-        train_until(crew, [5, 2, 5])
+        train_until(crew, [5, 2, 5] if stage < 2 else [6, 0, 6])
         crew.kill("c")
         crew.train_to(crew.allowed + 2)
         assert counts(crew) == ([8, 4] if stage < 2 else [6, 6]), "two rounds of one are as long as one of two"
         assert crew.finish() == undisturbed(task(stage, usual))
+
+
+@rule(
+    "A member without lanes rehearses one now and then: nothing of it counts, and what a lane takes stays known",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal.training.context",
+            "return is_idle and self.lane_clock.is_stale",
+            "return False",
+            by="test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well",
+        ),
+        Edit(
+            "shoal.training.lane_loop",
+            "state.sums.clear()\n        state.buffers.put_back()\n        self.numbers.begin_step()",
+            "state.buffers.put_back()",
+            by="test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well",
+        ),
+        Edit(
+            "shoal.training.telemetry",
+            "return elapsed >= REHEARSAL_STEPS * (seconds - elapsed / steps)",
+            "return True",
+            by="test_a_rehearsal_costs_a_fiftieth_of_the_time_at_most",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=MORE), 1, pytest.param(2, marks=MORE), 3])
+def test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, slow = {"now": 0.1}, {"now": 0.1}
+    monkeypatch.setattr(telemetry, "REHEARSAL_STEPS", OFTEN)
+    options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
+    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
+    with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
+        crew.train_to(4)
+        slow["now"] = 1.0
+        train_until(crew, [3, 0, 3], LONG)
+        crew.train_to(crew.allowed + OFTEN + 2)
+        assert slow["rehearsed"] == 1
+        assert counts(crew) == [3, 0, 3]
+        slow["now"] = 0.1
+        train_until(crew, [2, 2, 2], LONG)
+        assert slow["rehearsed"] >= 2
+        assert usual.get("rehearsed") is None
+        assert crew.finish() == undisturbed(of_usual)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=MORE)])
+def test_a_world_that_breaks_under_a_rehearsal_makes_it_void(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, slow = {"now": 0.1}, {"now": 0.1}
+    held = threading.Event()
+    monkeypatch.setattr(telemetry, "REHEARSAL_STEPS", OFTEN)
+    options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
+    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
+    with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
+        crew.train_to(4)
+        slow["now"] = 1.0
+        train_until(crew, [3, 0, 3], LONG)
+        rehearsing = crew.workers["b"]
+
+        def hold(*_: object) -> None:
+            if rehearsing.engine.warming_up and not held.is_set():
+                held.set()
+                rehearsing.wait(lambda: rehearsing.link.stopping)
+
+        rehearsing.engine.module.register_forward_pre_hook(hold)
+        crew.allow(crew.allowed + OFTEN + 2)
+        crew.until("a rehearsal", held.is_set)
+        crew.kill("c")
+        crew.train_to(crew.allowed)
+        assert counts(crew) == [6, 0]
+        assert crew.finish() == undisturbed(of_usual)
 
 
 def test_a_cell_is_as_fast_as_its_slowest_member() -> None:
@@ -157,6 +257,28 @@ def test_the_median_of_the_last_nine_lanes_is_reported_and_nothing_before_three(
     for _ in range(9):
         lanes.train(0.7)
     assert lanes.clock.lane_seconds == pytest.approx(0.7)
+
+
+@holds("A member without lanes rehearses one now and then")
+def test_a_rehearsal_costs_a_fiftieth_of_the_time_at_most() -> None:
+    lanes, now = Lanes(), 0.0
+    lanes.clock._now = lambda: now  # type: ignore[assignment]
+    assert not lanes.clock.is_stale, "nothing was measured, so nothing is to be kept known"
+    for _ in range(9):
+        lanes.train(3.0)
+    found = []
+    for step in range(400):
+        lanes.clock.on_idle_step()
+        now += 1.0
+        if lanes.clock.is_stale:
+            found.append(step + 1)
+            lanes.clock.begin(lanes.progress, is_first=True)
+            lanes.device.now += 0.5
+            lanes.clock.end(is_last=False)
+            lanes.clock.end_rehearsal(micro_batches=2)
+            lanes.device.done = lanes.device.now
+            assert lanes.clock.lane_seconds == pytest.approx(1.0)
+    assert found == [100, 150, 200, 250, 300, 350, 400], "two seconds more than a step, then none"
 
 
 def test_a_lane_counts_once_the_device_is_through_with_it() -> None:

@@ -14,6 +14,7 @@ from shoal_controller.cli.tables import workers_table
 from shoal_controller.core.machine.effects import Effect, Note
 from shoal_controller.core.machine.events import Tick
 from shoal_controller.core.planning.lanes import EVENLY
+from shoal_protos.acts import Scale
 from shoal_protos.description import OnSlow
 from shoal_protos.messages import Telemetry
 from shoal_protos.plan import Reason
@@ -124,6 +125,52 @@ def test_the_speed_of_one_who_is_gone_is_forgotten() -> None:
         name: getattr(driver.job.durable.sharing, name) for name in ("changed_at", "pause_steps", "more", "fewer")
     })  # fmt: skip
     assert sorted(lanes(driver)) == [2, 3, 3]
+
+
+@rule(
+    "Who has no lane for its speed is looked at with those that train: it gets lanes again once it is well",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.running",
+            "if world.lanes_of(rank) or rank in idle]",
+            "if world.lanes_of(rank)]",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.running",
+            "staying[: turn.durable.trainers or None]",
+            "staying",
+            by="test_a_spare_is_not_looked_at_though_it_has_trained",
+        ),
+    ],
+)
+def test_a_worker_that_is_too_slow_for_any_lane_has_none_until_it_is_well() -> None:
+    driver = job()
+    very_slow = {**EQUAL, "w1": 1.0}
+    effects = train(driver, 8, very_slow)
+    assert lanes(driver) == [3, 0, 3, 2]
+    assert "w1 is to train 0 lanes in place of 2 (1000 ms a lane)" in notes(effects, "lanes_shared")[0]
+    assert notes(train(driver, 60, very_slow), "slow") == [
+        "worker w1 takes 1000 ms a lane, the others 100 ms, for 10 s"
+    ]
+    driver.die("w3")
+    driver.recover()
+    assert lanes(driver) == [4, 0, 4], "a recovery gives it none either"
+    well = dict.fromkeys(("w0", "w1", "w2"), 0.1)
+    assert notes(train(driver, 30, well), "lanes_shared") == [
+        "lanes are shared evenly again; the lanes of a step take 0.30 s in place of 0.40 s"
+    ]
+    assert sorted(lanes(driver)) == [2, 3, 3]
+
+
+@holds("Who has no lane for its speed is looked at")
+def test_a_spare_is_not_looked_at_though_it_has_trained() -> None:
+    driver = job()
+    train(driver, 10, SLOW)
+    driver.feed(Scale(3, spares=1))
+    effects = train(driver, 60, SLOW)
+    assert lanes(driver) == [4, 1, 3, 0]
+    assert notes(effects, "lanes_shared") == []
 
 
 def test_a_recovery_shares_by_speed_too() -> None:

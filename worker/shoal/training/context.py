@@ -160,7 +160,17 @@ class TrainingContext:
     @property
     def lane_in_flight(self) -> int:
         """The lane whose micro-batch the user's loop has now; -1: none."""
-        return self.loop.lane if self.loop.in_flight and self.world is not None else -1
+        counts = self.loop.in_flight and self.world is not None and not self.loop.is_warming_up
+        return self.loop.lane if counts else -1
+
+    @property
+    def is_to_rehearse(self) -> bool:
+        """Whether this member, who has no lanes, is to train one whose result is thrown away: what a lane takes stays
+        known so.
+        """
+        world = self.world
+        is_idle = world is not None and world.plan.steps and not world.lanes and self.hub is None
+        return is_idle and self.lane_clock.is_stale
 
     @property
     def data_position(self) -> DataPosition:

@@ -163,8 +163,8 @@ class Engine(Habits):
 
     @property
     def rank(self) -> int:
-        """This worker's number in the world; -1 while it is in none (before the loop, and in a warm-up)."""
-        return self.context.rank
+        """This worker's number in the world; -1 while it is in none (before the loop), and in a warm-up."""
+        return -1 if self.warming_up else self.context.rank
 
     @property
     def warming_up(self) -> bool:

@@ -80,7 +80,7 @@ class LaneLoop:
         if self.in_flight:
             self._void = self.comes_again = True
             self.void_lanes += not self.is_warming_up
-        self.in_flight = False
+        self.in_flight = self.is_warming_up = False
         self._order.reset()
         self.lanes, self._index, self._micro = lanes, 0, 0
         self.numbers.begin_step()
@@ -108,7 +108,7 @@ class LaneLoop:
     @property
     def place(self) -> tuple[int, int]:
         """Lane and micro-batch at hand."""
-        return self.lane, self._numbers[self._micro]
+        return (0, 0) if self.is_warming_up else (self.lane, self._numbers[self._micro])
 
     @property
     def begins_lane(self) -> bool:
@@ -182,13 +182,15 @@ class LaneLoop:
         return self.fetcher.collate(dataset, numbers)
 
     def warm_up_batch(self, state: TrainingState) -> Any:
-        """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
+        """Lane 0 of a step, the first one or that at hand: of the right shape for the model, whatever comes of it."""
         self._order.begin("in the warm-up")
-        self.is_warming_up = self.in_flight = True
+        drop_gradients(state.parameters)
         state.sums.begin_lane()
+        batch = self.fetcher.micro_batch(max(0, state.step), 0, 0)
         for look in state.guards.on_batch:
             look()
-        return self.fetcher.micro_batch(0, 0, 0)
+        self.is_warming_up = self.in_flight = True
+        return batch
 
     def end_warm_up(self, state: TrainingState) -> None:
         """Throw the warm-up's gradients, buffers and losses away."""
@@ -289,7 +291,6 @@ class LaneLoop:
         """The user's loop is left with a micro-batch, of a warm-up perhaps, of which nothing was made."""
         if self.in_flight and not self.has_begun:
             self.begin_step(self.lanes)
-            self.is_warming_up = False
 
     # ---- a void lane
 

@@ -153,6 +153,9 @@ def resident_bytes() -> int:
 
 LATEST_LANES, FEWEST_LANES = 9, 3
 """Of so many lanes the median is reported, and none before so many are measured: the first ones may compile."""
+REHEARSAL_STEPS = 50
+"""Steps without a lane here after which one is trained for nothing, so that what a lane takes stays known; more where
+it takes so much longer than a step that more than one part of so many of the time would be lost."""
 MOST_PENDING = 256
 """Lanes that the device may still be at, or whose seconds were not asked for yet."""
 
@@ -163,7 +166,8 @@ Spans = list[tuple[Any, Any]]
 class LaneClock:
     """What a lane takes on this worker: from the request of its batch to the end of its backward, without the waits for
     others in between, or a slow worker would make all others look slow. By the device's own clock: the host only gives
-    an accelerator its work. A lane that the script gives up, or that begins again, is not counted.
+    an accelerator its work. A lane that the script gives up, or that begins again, is not counted. Where this worker
+    has no lanes, the last one that it rehearsed stands for all.
     """
 
     def __init__(self, device: Device) -> None:
@@ -173,12 +177,15 @@ class LaneClock:
         self._spans: Spans | None = None
         """Of the lane at hand; None: it is not counted."""
         self._thread = 0
-        self._pending: deque[Spans] = deque(maxlen=MOST_PENDING)
+        self._pending: deque[tuple[Spans, int]] = deque(maxlen=MOST_PENDING)
+        """With how many lanes each stands for."""
         self._latest: deque[float] = deque(maxlen=LATEST_LANES)
+        self._idle_steps, self._idle_since = 0, 0.0
+        """Steps here since the last lane, and when the first of them was."""
 
     def begin(self, progress: GroupProgress, is_first: bool) -> None:
         """A micro-batch is asked for; `is_first`: of its lane. `progress`: where this thread waits for others."""
-        self._began = None
+        self._began, self._idle_steps = None, 0
         if is_first:
             self._spans = []
         if self._spans is not None:
@@ -192,8 +199,31 @@ class LaneClock:
         self._spans.append((self._began, self._device.moment()))
         self._began = None
         if is_last:
-            self._pending.append(self._spans)
+            self._pending.append((self._spans, 1))
             self._spans = None
+
+    def end_rehearsal(self, micro_batches: int) -> None:
+        """The script is through with one micro-batch of so many of a lane, which counts for nothing else."""
+        if self._spans and self._began is None:
+            self._pending.append((self._spans * micro_batches, LATEST_LANES))
+        self.drop()
+
+    def on_idle_step(self) -> None:
+        """A step is made without a lane here."""
+        if not self._idle_steps:
+            self._idle_since = self._now()
+        self._idle_steps += 1
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a lane is to be rehearsed: one was measured, which is too long ago. The others may wait for it."""
+        steps, seconds = self._idle_steps, self.lane_seconds
+        if not seconds or steps < REHEARSAL_STEPS:
+            return False
+        elapsed = self._now() - self._idle_since
+        return elapsed >= REHEARSAL_STEPS * (seconds - elapsed / steps)
+
+    _now = staticmethod(time.monotonic)
 
     def drop(self) -> None:
         """The lane at hand is none like others."""
@@ -215,11 +245,12 @@ class LaneClock:
     def lane_seconds(self) -> float:
         """The median of the last lanes that the device is through with, in seconds; 0: too few are."""
         while self._pending:
-            spans = [self._device.seconds_between(*span) for span in self._pending[0]]
+            found, stands_for = self._pending[0]
+            spans = [self._device.seconds_between(*span) for span in found]
             known = [seconds for seconds in spans if seconds is not None]
             if len(known) < len(spans):
                 break
-            self._latest.append(sum(known))
+            self._latest.extend([sum(known)] * stands_for)
             self._pending.popleft()
         return median(self._latest) if len(self._latest) >= FEWEST_LANES else 0.0
 

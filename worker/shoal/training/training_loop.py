@@ -137,26 +137,30 @@ class TrainingLoop:
                 parts.resize.enter()
             elif context.link.stopping:
                 parts.resize.take_part()
-            elif context.world.lanes:
+            elif (rehearses := context.is_to_rehearse) or context.world.lanes:
                 context.faults.at("forward", context.state.step + 1)
                 for check in context.state.guards.before_batch:
                     check(context.world, context.state.record)
                 try:
                     parts.boundary.end_body()
-                    batch = self._next_batch()
+                    batch = self._next_batch(rehearses)
                 except WorldChanged:
                     parts.resize.take_part(broken=True)
                     continue
                 if batch is NO_SAMPLES:
                     self._pass_over()
-                    continue
-                context.forward_seed.arm(context.state.step, *context.loop.place)
-                context.autocast.begin()
-                yield batch
+                else:
+                    context.forward_seed.arm(context.state.step, *context.loop.place)
+                    context.autocast.begin()
+                    yield batch
+                if rehearses:
+                    context.lane_clock.end_rehearsal(context.config.micro_batches_per_lane)
+                    if context.loop.is_warming_up:
+                        context.loop.end_warm_up(context.state)
             else:
                 self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self, rehearses: bool) -> Any:
         """Raises `WorldChanged` from a dataset that computes with the model."""
         context = self._context
         context.is_busy = True
@@ -166,8 +170,9 @@ class TrainingLoop:
                 if context.loop.begins_lane:
                     context.hub.begin_lane()
             assert context.world is not None
-            context.lane_clock.begin(context.world.group.progress, context.loop.begins_lane)
-            return context.loop.next_batch(context.state)
+            loop, state = context.loop, context.state
+            context.lane_clock.begin(context.world.group.progress, loop.begins_lane)
+            return loop.warm_up_batch(state) if rehearses else loop.next_batch(state)
         finally:
             context.is_busy = False
 
@@ -176,7 +181,7 @@ class TrainingLoop:
         context = self._context
         if not (context.loop.is_warm or context.link.alone):
             batch = context.loop.warm_up_batch(context.state)
-            context.forward_seed.arm(0, 0, 0)
+            context.forward_seed.arm(0, *context.loop.place)
             context.autocast.begin()
             yield batch
 
@@ -316,6 +321,7 @@ class TrainingLoop:
         """A member without lanes takes part in the exchange, the vote and the hand-out all the same."""
         self._parts.step.reducing.stand_by()
         self._parts.step.make()
+        self._context.lane_clock.on_idle_step()
 
     def vote(self) -> None:
         """One vote without a step, or a part in a change of the world."""

@@ -142,7 +142,8 @@ def share_among(
     cells: Sequence[Cell], lanes: int, flights: Sequence[int], domains: Sequence[int], rounds: bool, paces: Paces = ()
 ) -> dict[Cell, Lanes]:
     """The lanes of each cell that gets some. `flights`, the lanes in flight, is by cell, `domains` and `paces` by
-    worker; a cell is as fast as its slowest member, and with a pace of 0 among them lanes are shared evenly.
+    worker; a cell is as fast as its slowest member, and with a pace of 0 among them lanes are shared evenly. No cell of
+    several is without lanes for its speed.
 
     Cells whose members are in the same domains stand together: those add up what they send to other domains.
     """
@@ -152,4 +153,5 @@ def share_among(
     of_cells = [sites.setdefault(tuple(domains[worker] for worker in cell), len(sites)) for cell in cells]
     by_speed = [max(paces[worker] for worker in cell) for cell in cells] if paces and all(paces) else ()
     share = share_rounds if rounds else share_lanes
-    return {cell: mine for cell, mine in zip(cells, share(lanes, flights, of_cells, by_speed), strict=True) if mine}
+    shares = share(lanes, flights, of_cells, by_speed, int(len(cells[0]) > 1))
+    return {cell: mine for cell, mine in zip(cells, shares, strict=True) if mine}

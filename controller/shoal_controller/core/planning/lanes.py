@@ -7,7 +7,9 @@ at once, and an owner keeps what waits for its sibling; so lanes that are traine
 Lanes move without a byte, so nothing here looks at the plan before.
 
 By speed, a step with whole gradients is as long as the trainer that is through last; with rounds all wait for the
-slowest trainer of every round, so a slow one has no lane in the last rounds. Called by planner.py.
+slowest trainer of every round, so a slow one has no lane in the last rounds. One whose first lane alone would make the
+step a tenth longer has none; it trains one for nothing now and then, so that its speed stays known. Called by
+planner.py.
 
 `judge` is asked again and again with what each trainer says a lane takes. It keeps new speeds where a step would be a
 tenth shorter by them for seconds and steps on end, and then not again for some steps, for longer each time that a
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heapreplace
+from heapq import heapify, heappush, heapreplace
 from statistics import median
 from typing import NamedTuple
 
@@ -38,16 +40,21 @@ Paces = Sequence[float]
 """Seconds that a lane takes, one per trainer, all above 0; empty: lanes are shared evenly."""
 
 
-def share_lanes(lanes: int, flights: Sequence[int], hosts: Sequence[int] = (), paces: Paces = ()) -> list[Lanes]:
+def share_lanes(
+    lanes: int, flights: Sequence[int], hosts: Sequence[int] = (), paces: Paces = (), least: int = 0
+) -> list[Lanes]:
     """The lanes of each trainer, ascending. `flights` has one entry per trainer, oldest first: its lane in flight.
 
     `hosts` has one entry per trainer too: equal numbers share a host; empty: no two do. With fewer lanes than trainers
-    the youngest without a lane in flight get none: they are standbys.
+    the youngest without a lane in flight get none: they are standbys. By speed each other one gets `least` at least, 0
+    or 1, and one with a lane in flight that lane.
     """
-    return _share(lanes, flights, hosts, paces, _give)
+    return _share(lanes, flights, hosts, paces, least, _give)
 
 
-def share_rounds(lanes: int, flights: Sequence[int], hosts: Sequence[int] = (), paces: Paces = ()) -> list[Lanes]:
+def share_rounds(
+    lanes: int, flights: Sequence[int], hosts: Sequence[int] = (), paces: Paces = (), least: int = 0
+) -> list[Lanes]:
     """As `share_lanes`, but the trainers' i-th lanes are consecutive lanes: round i. Only the last round may be short,
     and by speed the last ones are of the fast trainers alone; there a lane in flight stays where its round allows.
 
@@ -55,17 +62,24 @@ def share_rounds(lanes: int, flights: Sequence[int], hosts: Sequence[int] = (), 
     the number of lanes has at most two such digits no rounds leave fewer, else none leave fewer by more than its other
     digits: disjoint subtrees have powers of two of lanes, but for one that ends with the last lane of all.
     """
-    return _share(lanes, flights, hosts, paces, _give_rounds)
+    return _share(lanes, flights, hosts, paces, least, _give_rounds)
 
 
 Give = Callable[[int, Sequence[int], Crews, Paces], list[set[int]]]
 """Lanes, the lane in flight of each trainer, the trainers host by host, their paces → each one's lanes."""
 
 
-def _share(lanes: int, flights: Sequence[int], hosts: Sequence[int], paces: Paces, give: Give) -> list[Lanes]:
+def _share(
+    lanes: int, flights: Sequence[int], hosts: Sequence[int], paces: Paces, least: int, give: Give
+) -> list[Lanes]:
     flights = _one_trainer_each(lanes, flights)
     by_right = sorted(range(len(flights)), key=lambda trainer: (flights[trainer] == NONE_IN_FLIGHT, trainer))
     training = sorted(by_right[:lanes])
+    if paces and not least:
+        fast = _fast_enough(lanes, [paces[trainer] for trainer in training], give is _give_rounds)
+        training = [
+            one for one, is_fast in zip(training, fast, strict=True) if is_fast or flights[one] != NONE_IN_FLIGHT
+        ]
     known = [paces[trainer] for trainer in training] if paces else ()
     given = give(lanes, [flights[trainer] for trainer in training], _crews(training, hosts), known)
     shares: list[Lanes] = [()] * len(flights)
@@ -121,17 +135,22 @@ def _rounds_by_speed(lanes: int, paces: Paces) -> list[frozenset[int]]:
     """The trainers of each round: all in the first ones, then the fastest alone, as many as make the step shortest."""
     order = sorted(range(len(paces)), key=lambda trainer: (paces[trainer], trainer))
     ascending = [paces[trainer] for trainer in order]
-    best = (float("inf"), 0, 0)
-    for whole in range(1, lanes // len(order) + 1):
-        left = lanes - whole * len(order)
-        for fast in range(1, len(order) + 1):
-            further, rest = divmod(left, fast)
-            seconds = whole * ascending[-1] + further * ascending[fast - 1] + (ascending[rest - 1] if rest else 0.0)
-            best = min(best, (seconds, -whole, -fast))
-    whole, fast = -best[1], -best[2]
+    whole, fast = _shortest_rounds(lanes, ascending, least=1)
     further, rest = divmod(lanes - whole * len(order), fast)
     rounds = [frozenset(order)] * whole + [frozenset(order[:fast])] * further
     return [*rounds, frozenset(order[:rest])] if rest else rounds
+
+
+def _shortest_rounds(lanes: int, ascending: Paces, least: int) -> tuple[int, int]:
+    """How many rounds all train, `least` at least, and how many of the fastest the others: the shortest step."""
+    best = (float("inf"), 0, 0)
+    for whole in range(least, lanes // len(ascending) + 1):
+        left = lanes - whole * len(ascending)
+        for fast in range(1, len(ascending) + 1):
+            further, rest = divmod(left, fast)
+            seconds = whole * ascending[-1] + further * ascending[fast - 1] + (ascending[rest - 1] if rest else 0.0)
+            best = min(best, (seconds, -whole, -fast))
+    return -best[1], -best[2]
 
 
 # ---- few subtrees
@@ -228,10 +247,48 @@ def _swap(flights: Sequence[int], given: list[set[int]]) -> list[set[int]]:
 # ---- by speed
 
 
-def counts_by_speed(lanes: int, paces: Paces, rounds: bool) -> list[int]:
-    """Return how many lanes each trainer is to have, one at least, so that a step is as short as can be. `lanes` are as
-    many as `paces` at least; `rounds` as for `share_rounds`.
+def counts_by_speed(lanes: int, paces: Paces, rounds: bool, least: int = 0) -> list[int]:
+    """Return how many lanes each trainer is to have, so that a step is as short as can be; `least` at least, 0 or 1,
+    and none only where a single one would make it a tenth longer. `lanes` are as many as `paces` at least; `rounds` as
+    for `share_rounds`.
     """
+    fast = [True] * len(paces) if least else _fast_enough(lanes, paces, rounds)
+    counts = iter(_counts_of_all(lanes, [pace for pace, is_fast in zip(paces, fast, strict=True) if is_fast], rounds))
+    return [next(counts) if is_fast else 0 for is_fast in fast]
+
+
+def _fast_enough(lanes: int, paces: Paces, rounds: bool) -> list[bool]:
+    """Whether each is to have any lane: all are, unless a step is a tenth shorter with none for the slowest."""
+    order = sorted(range(len(paces)), key=lambda trainer: (paces[trainer], trainer))
+    ascending = [paces[trainer] for trainer in order]
+    if rounds:
+        whole, fast = _shortest_rounds(lanes, ascending, least=0)
+        count = len(order) if whole else fast
+    else:
+        count = _reached_beside_each_other(lanes, ascending)
+    some = _counts_of_all(lanes, ascending[:count], rounds)
+    seconds = seconds_of_step(some, ascending[:count], rounds)
+    if seconds > (1 - GAIN) * seconds_of_step(_counts_of_all(lanes, ascending, rounds), ascending, rounds):
+        count = len(order)
+    fast_ones = set(order[:count])
+    return [trainer in fast_ones for trainer in range(len(paces))]
+
+
+def _reached_beside_each_other(lanes: int, ascending: Paces) -> int:
+    """How many of the fastest come to a lane where lane after lane goes to the trainer that would be through first."""
+    ends, reached = [(ascending[0], 0)], 0
+    for _ in range(lanes):
+        end, trainer = ends[0]
+        heapreplace(ends, (end + ascending[trainer], trainer))
+        if trainer == reached:
+            reached += 1
+            if reached < len(ascending):
+                heappush(ends, (ascending[reached], reached))
+    return reached
+
+
+def _counts_of_all(lanes: int, paces: Paces, rounds: bool) -> list[int]:
+    """The same, one at least for each."""
     if not rounds:
         return _counts_beside_each_other(lanes, paces)
     counts = [0] * len(paces)
@@ -303,7 +360,7 @@ EVENLY = LaneSharing()
 
 
 class MeasuredTrainer(NamedTuple):
-    """A worker with lanes, or a cell of them."""
+    """A worker that could have lanes, or a cell of them."""
 
     workers: tuple[WorkerId, ...]
     """The slowest first."""
@@ -334,8 +391,16 @@ class Look(NamedTuple):
 
     @property
     def best(self) -> list[int]:
-        """How many lanes each would have at best."""
-        return counts_by_speed(self.lanes, [one.seconds for one in self.trainers], self.rounds)
+        """How many lanes each would have at best. A cell has some at least: nobody trains one for nothing there."""
+        least = int(any(len(one.workers) > 1 for one in self.trainers))
+        return counts_by_speed(self.lanes, [one.seconds for one in self.trainers], self.rounds, least)
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether somebody without lanes is about as fast as those with some: among many a step gains little by it."""
+        usual = median(one.seconds for one in self.trainers if one.lanes)
+        gains = [one for one, count in zip(self.trainers, self.best, strict=True) if count and not one.lanes]
+        return any((1 - GAIN) * one.seconds <= usual for one in gains)
 
     @property
     def longest_evenly(self) -> float:
@@ -355,7 +420,8 @@ def judge(sharing: LaneSharing, since: Since | None, look: Look) -> tuple[LaneSh
     worth it; None: it would not.
     """
     best, seconds_now = look.best, look.seconds_now
-    if look.seconds_with(best) > min((1 - GAIN) * seconds_now, seconds_now - LEAST_GAIN_SECONDS):
+    is_shorter = look.seconds_with(best) <= min((1 - GAIN) * seconds_now, seconds_now - LEAST_GAIN_SECONDS)
+    if not (is_shorter or look.has_recovered):
         return sharing, None
     since = since if since is not None and since.step <= look.step else Since(look.now, look.step)
     changed_at = min(sharing.changed_at, look.step)  # the job may have gone back

@@ -388,7 +388,7 @@ def _forget_the_gone(turn: Turn) -> None:
 def _measured(turn: Turn, world: Plan) -> list[MeasuredTrainer]:
     """Those of a world in which steps run, each with what a lane takes there; none while that of one is not known."""
     found: list[MeasuredTrainer] = []
-    for cell in world.cells if world.homes else [(rank,) for rank in world.trainers]:
+    for cell in world.cells if world.homes else [(rank,) for rank in _could_train(turn, world)]:
         members = [turn.process(world.members[rank].worker) for rank in cell]
         by_seconds = [
             (process.telemetry.lane_seconds, process.worker)
@@ -401,6 +401,14 @@ def _measured(turn: Turn, world: Plan) -> list[MeasuredTrainer]:
         workers = tuple(worker for _, worker in by_seconds)
         found.append(MeasuredTrainer(workers, len(world.lanes_of(cell[0])), by_seconds[0][0]))
     return found
+
+
+def _could_train(turn: Turn, world: Plan) -> list[int]:
+    """The ranks with lanes, and of those that have none for their speed, which tell what a lane takes all the same."""
+    by_speed, ranks = turn.durable.sharing.seconds, world.ranks
+    staying = [rank for rank in ranks if not turn.record(world.members[rank].worker).leaving]
+    idle = {rank for rank in staying[: turn.durable.trainers or None] if world.members[rank].worker in by_speed}
+    return [rank for rank in ranks if world.lanes_of(rank) or rank in idle]
 
 
 def _lanes_sentence(look: Look, by_speed: bool) -> str:
