@@ -71,8 +71,8 @@ def figures(watch: Watch) -> dict[str, int]:
 
 
 def _step(watch: Watch, crew: Crew) -> set[str]:
-    """The least of three: a heartbeat may come into a step."""
-    return min((watch.of(lambda: crew.train_to(crew.allowed + 1)) for _ in range(3)), key=len)
+    """The least of nine: a heartbeat may come into a step, and several on a busy machine."""
+    return min((watch.of(lambda: crew.train_to(crew.allowed + 1)) for _ in range(9)), key=len)
 
 
 def _settle(crew: Crew) -> None:
