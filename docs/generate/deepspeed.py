@@ -173,8 +173,10 @@ in two cells of two processes.
 
 `engine.save_checkpoint(folder, tag, client_state)` saves an elastic checkpoint, readable by a world of any size.
 `folder` must be `shoal.checkpoint.path` of the configuration or a folder below it, because all workers must know the
-path before the first step. Called right after a step, it saves that step in the background; called after the loop, it
-waits for the save. `tag` and `client_state` (plain values and tensors) are saved too.
+path before the first step. Called right after a step, it saves that step in the background, or a later one
+where the checkpoint before is still being written; called after the loop, it waits for the save. `tag` and
+`client_state` (plain values and tensors) are saved too. So a script that resumes counts from `engine.global_steps`, and
+not from a step that it has put into `client_state`.
 
 A job resumes from its newest checkpoint without a call (`shoal.checkpoint.resume`), also in the middle of an epoch.
 `engine.load_checkpoint(folder)`, called before the loop, returns that checkpoint's path and its `client_state`, or
