@@ -108,9 +108,9 @@ def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
         ),
         Edit(
             "shoal.training.lane_loop",
-            "state.sums.clear()\n        state.buffers.put_back()\n        self.numbers.begin_step()",
-            "state.buffers.put_back()",
-            by="test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well",
+            "self.in_flight = self.is_warming_up = False\n        self._order",
+            "self.in_flight = False\n        self._order",
+            by="test_a_world_that_breaks_under_a_rehearsal_makes_it_void",
         ),
         Edit(
             "shoal.training.telemetry",
@@ -142,6 +142,7 @@ def test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well(
         assert crew.finish() == undisturbed(of_usual)
 
 
+@holds("A member without lanes rehearses one now and then")
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=MORE)])
 def test_a_world_that_breaks_under_a_rehearsal_makes_it_void(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, slow = {"now": 0.1}, {"now": 0.1}
