@@ -11,7 +11,7 @@ every event of a simulation. Ranks index every per-member tuple.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -278,9 +278,16 @@ class Plan:
 
     def filled(self, rank: int, boundaries: int) -> Runs:
         """The blocks that a member has received by fills after that many boundaries of the generation."""
-        return union(
-            fill.blocks.first(self._due(boundaries, before)) for fill, before in self._in_turn() if fill.target == rank
-        )
+        fills = self._fills_to.get(rank, ())
+        return union(fill.blocks.first(self._due(boundaries, before)) for fill, before in fills)
+
+    @cached_property
+    def _fills_to(self) -> Mapping[int, list[tuple[Fill, int]]]:
+        """`_in_turn` by target: all members ask, and a world may have thousands of fills."""
+        found = defaultdict[int, list[tuple[Fill, int]]](list)
+        for fill, before in self._in_turn():
+            found[fill.target].append((fill, before))
+        return found
 
 
 def check_plan(plan: Plan) -> None:

@@ -71,6 +71,14 @@ def test_a_lost_machine_costs_the_time_that_it_is_away_its_start_and_next_to_not
     assert (found.losses, found.joins) == (1, 1)
 
 
+def test_a_machine_that_goes_where_a_step_ends_costs_that_step_and_none_before() -> None:
+    paces = replace(PACES, lane=0.5, latency=0.0, group=0.0)
+    assert paces.step(3) == 2.0
+    found = simulate(SimulatedJob(4, 12), paces, lost_and_back(3))
+    assert found.uses[Use.PAUSED] < 4 * paces.step(4)
+    assert found.undisturbed == pytest.approx(1.0, abs=0.03)
+
+
 def test_where_all_copies_of_a_block_go_the_job_goes_back_to_its_last_checkpoint() -> None:
     job = SimulatedJob(4, 12, save_steps=50)
     one, two = (simulate(replace(job, mirrors=mirrors), PACES, lost_and_back(2, 3)) for mirrors in (1, 2))

@@ -59,7 +59,7 @@ class Fleet:
         self._on: dict[int, SimulatedMember] = {}
         """By machine."""
         self._opened: dict[int, set[int]] = {}
-        self._tick, self._ticks = FIRST_TICK, 0
+        self._tick, self._ticks, self._looked_at = FIRST_TICK, 0, -1.0
 
     # ---- machines
 
@@ -69,7 +69,8 @@ class Fleet:
 
     def go(self, machine: int) -> None:
         """A machine is gone, with its worker."""
-        self.look()
+        if self._looked_at != self.clock.now:  # many may go at one instant
+            self.look()
         member = self._on.pop(machine)
         member.alive = False
         if self.members.pop(member.connection, None) is not None:
@@ -107,6 +108,7 @@ class Fleet:
 
     def look(self) -> None:
         """All say where they stand, and the controller looks at the time."""
+        self._looked_at = self.clock.now
         for member in self.members.values():
             self.say(member)
         self.host.feed(Tick())

@@ -163,8 +163,12 @@ class SteppingWorld:
             return
         first, each = self.paces.step(max(len(member.remaining) for member in self.ranks)), self._step_seconds
         more = 0
-        if self.may_leap and self._next is None and boundaries >= max(1, plan.boundaries):
+        if self.may_leap and self._next is None and boundaries:
             more = max(0, int((self.clock.next_at - self.clock.now - first) / each))
+            if self.clock.now + (first + more * each) >= self.clock.next_at:  # that would be first, and break all of it
+                more = max(0, more - 1)
+            if boundaries < plan.boundaries:  # then all is filled, and the controller is to know
+                more = min(more, plan.boundaries - boundaries - 1)
             if self.job.save_steps:
                 more = min(more, self.job.save_steps - 1 - self.ranks[0].step % self.job.save_steps)
         self.clock.after(first + more * each, self._commit, self._barrier, 1 + more)
@@ -211,7 +215,8 @@ class SteppingWorld:
                 member.holds = plan.kept_by(rank)
             if is_news:
                 self._listener.say(member)
-        self._listener.on_change()
+        if is_news:
+            self._listener.on_change()
 
     # ---- saves
 
