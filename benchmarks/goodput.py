@@ -315,7 +315,9 @@ def main() -> None:
         raise SystemExit(f"goodput.py: {error}") from None
     tell(rates, runs)
     if given.json:
-        given.json.write_text(json.dumps({"rates": rates, "runs": [_plain(run) for run in runs]}, indent=1))
+        work = {"machines": given.machines, "lanes": given.lanes, "mirrors": given.mirrors}
+        figures = {"work": work, "rates": rates, "runs": [_plain(run) for run in runs]}
+        given.json.write_text(json.dumps(figures, indent=1))
     if given.picture:
         draw(runs, given.picture)
 

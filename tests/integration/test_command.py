@@ -92,6 +92,20 @@ def test_a_picture_is_drawn_of_what_a_controller_has_kept_of_its_job() -> None:
         cluster.wait_undisturbed()
 
 
+def test_what_if_takes_its_figures_from_a_job_that_trains() -> None:
+    with Cluster(workers=2, options={"max_steps": 400}, pace=0.02) as cluster:
+        until("lanes that are timed", lambda: all(one.get("lane_seconds") for one in cluster.workers().values()))
+        cluster.wait_step(10)
+        flags = ("--measured", cluster.job_name, "--url", cluster.url, "--for", "1h", "--output", "json")
+        tried = shoal("what-if", "p3", *flags, folder=cluster.folder)
+        assert (tried.returncode, tried.stderr) == (0, "")
+        found = json.loads(tried.stdout)
+        assert any(f"job {cluster.job_name}" in sentence for sentence in found["assumed"]), found["assumed"]
+        (job,) = found["jobs"]
+        assert (job["lanes"], job["wanted_seconds"]) == (cluster.job()["lanes"], pytest.approx(2 * 3600, rel=0.01))
+        assert job["steps"] > 1000
+
+
 def _curve(cluster: Cluster) -> list[str]:
     files = list(cluster.folder.glob(f"store/curves/{cluster.job_name}/*.csv"))
     return files[0].read_text().splitlines() if files else []
