@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import without_gaps
 from shoal.checkpoint.reader import Reader, Window
-from shoal.checkpoint.snapshot import parts_of
+from shoal.checkpoint.snapshot import READ_BYTES, parts_of
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
@@ -153,7 +153,7 @@ def verify(reader: Reader) -> Verified:
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
     """Number and digests of each block of a bucket."""
-    for part in parts_of(bucket):
+    for part in parts_of(bucket, READ_BYTES):
         window = Window(part, bucket)
         reader.parameters([part], window)
         for stretch, state in reader.states([part]).items():

@@ -21,14 +21,13 @@ from shoal_protos.release import RELEASE
 from shoal_protos.shape import Shape, broken_shape
 from torch import Tensor
 
-from shoal.checkpoint import snapshot
 from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
 from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, lists_of_experts, number_of, place_of
 from shoal.checkpoint.reader import Reader, are_alike
 from shoal.checkpoint.saver import write_frozen
-from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
+from shoal.checkpoint.snapshot import PARAMETERS, READ_BYTES, Kind, MadeContent, Small, made_content
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.cell_part import CellPart, Division
@@ -181,12 +180,12 @@ class _Source:
         """Raises `UserError` where two parameters that become one have not the same bits."""
         (stage, bucket, slot), (place, at, where) = self._places[one], self._places[other]
         pairs = zip(*(self._there.firsts(of, bucket.division) for of in (stage, place)), strict=True)
-        step, elements = snapshot.PART_BYTES // bucket.wide_dtype.itemsize, slot.parameter.elements
+        step, elements = READ_BYTES // bucket.wide_dtype.itemsize, slot.parameter.elements
         spans = [(first, min(first + step, elements)) for first in range(0, elements, step)]
         for (here, there), key, (first, last) in product(list(pairs), (PARAMETERS, *self._state(one)), spans):
             mine = self._reader.at(here).of_slot(bucket, slot, first, last, key)
             theirs = self._reader.at(there).of_slot(at, where, first, last, key)
-            if bytes(tensor_bytes(mine)) != bytes(tensor_bytes(theirs)):
+            if tensor_bytes(mine) != tensor_bytes(theirs):
                 values = f"their optimizer states ({key})" if key != PARAMETERS else "their values"
                 raise UserError(
                     f'cannot reshape {self._where}: parameters "{one}" and "{other}" are tied, and the new shape has '
@@ -214,7 +213,7 @@ class _Source:
 
         if is_number:
             return read(place, 0, first, last)
-        recut = Recut(slot.parameter, self._there, place, part, snapshot.PART_BYTES // dtype.itemsize)
+        recut = Recut(slot.parameter, self._there, place, part, READ_BYTES // dtype.itemsize)
         return recut.taken(read, first, torch.empty(last - first, dtype=dtype))
 
     def _reader_of(self, stage: int, expert: int, tensor: int) -> Reader:

@@ -28,7 +28,7 @@ from shoal.core.container import Region, count_of
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.value_places import Places
 from shoal.process.device import HOST, Device, DeviceCopy
-from shoal.process.host_memory import tensor_bytes
+from shoal.process.host_memory import ReusedMemory, tensor_bytes
 
 PARAMETERS = ""
 """The section of the parameters; optimizer states have their own keys."""
@@ -336,12 +336,14 @@ def _bytes_of(
 
 
 PART_BYTES = 8 << 20
-"""Of each tensor of a piece that is made while it is written, or read to be compared alone."""
+"""Of each tensor of a piece that is made while it is written."""
+READ_BYTES = 1 << 20
+"""Of each tensor that is read to be a part of one, or to be compared."""
 
 
-def parts_of(bucket: Bucket) -> Iterator[Stretch]:
+def parts_of(bucket: Bucket, size: int) -> Iterator[Stretch]:
     """All its blocks, in stretches of so many bytes at most, or of a block."""
-    step = max(1, PART_BYTES // (bucket.block_elements * bucket.dtype.itemsize))
+    step = max(1, size // (bucket.block_elements * bucket.dtype.itemsize))
     for first in range(0, bucket.blocks, step):
         yield Stretch(bucket.index, first, min(bucket.blocks, first + step))
 
@@ -356,18 +358,21 @@ Small = Mapping[str, tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class MadeContent:
-    """A `DataContent` that is read part by part while it is written, so that of it only a part is in memory."""
+    """A `DataContent` that is read part by part while it is written, so that of it only a part is in memory, and that
+    in the same memory as the one before.
+    """
 
     block_elements: int
     pieces: tuple[Piece, ...]
     tensors: Mapping[str, Region]
     regions: tuple[Region, ...]
-    makers: tuple[Callable[[], Tensor], ...]
-    """Of each region."""
+    makers: tuple[Callable[[ReusedMemory], Tensor], ...]
+    """Of each region; for what is large there is memory."""
 
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
+        memory = ReusedMemory()
         for region, make in zip(self.regions, self.makers, strict=True):
-            yield region, tensor_bytes(make())
+            yield region, tensor_bytes(make(memory))
 
 
 def made_content(
@@ -379,13 +384,13 @@ def made_content(
     drafts: list[tuple[tuple[bool, str], Stretch, torch.dtype]] = []
     beginning: dict[Stretch, Bucket] = {}
     for bucket in buckets:
-        for stretch in parts_of(bucket):
+        for stretch in parts_of(bucket, PART_BYTES):
             beginning[stretch] = bucket
             drafts.append(((False, PARAMETERS), stretch, bucket.dtype))
             drafts += [((is_number, key), stretch, dtype) for key, (dtype, is_number) in kinds(bucket).items()]
     drafts.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
     found: dict[Stretch, dict[str, Region]] = {stretch: {} for stretch in beginning}
-    regions, makers, at = list[Region](), list[Callable[[], Tensor]](), 0
+    regions, makers, at = list[Region](), list[Callable[[ReusedMemory], Tensor]](), 0
     for (is_number, key), stretch, dtype in drafts:
         count = () if is_number else (stretch.blocks * layout.block_elements,)
         regions.append(Region(region_name(key, stretch), dtype, count, at))
@@ -396,19 +401,26 @@ def made_content(
     for name, (dtype, shape, read) in small.items():
         regions.append(Region(name, dtype, shape, at))
         tensors[name] = regions[-1]
-        makers.append(read)
+        makers.append(partial(_read, read))
         at += regions[-1].bytes
     pieces = tuple(Piece(stretch, bucket, found[stretch], {}) for stretch, bucket in beginning.items())
     return MadeContent(layout.block_elements, pieces, tensors, tuple(regions), tuple(makers))
 
 
-def _made(region: Region, bucket: Bucket, elements: Span, key: str, part: PartOf) -> Tensor:  # of the region's shape
+def _read(read: Callable[[], Tensor], _: ReusedMemory) -> Tensor:  # of any shape
+    return read()
+
+
+def _made(
+    region: Region, bucket: Bucket, elements: Span, key: str, part: PartOf, memory: ReusedMemory
+) -> Tensor:  # of the region's shape
     """Zeros where no parameter lies."""
     if not region.shape:
         return part(bucket.slots[0].parameter.name, key, 0, 1)
-    (start, stop), found = elements, torch.zeros(region.shape, dtype=region.dtype)
+    (start, stop), found = elements, memory.take(region.shape, region.dtype).zero_()
     for slot in bucket.slots:
         first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-        if first < last:
-            found[first - start : last - start] = part(slot.parameter.name, key, first - slot.start, last - slot.start)
+        for at in range(first, last, READ_BYTES // region.dtype.itemsize):
+            end = min(at + READ_BYTES // region.dtype.itemsize, last)
+            found[at - start : end - start] = part(slot.parameter.name, key, at - slot.start, end - slot.start)
     return found
