@@ -1,6 +1,6 @@
 """What a lost process of a cell costs: two cells of two, and one process killed at a random instant of a step.
 
-    python benchmarks/cell_recovery.py [--by tensor|context|pipeline] [--size 10M] [--micro-batch 6] [--trials 9]
+    python benchmarks/cell_recovery.py [--by tensor|context|expert|pipeline] [--size 10M] [--micro-batch 6] [--trials 9]
 
 With a spare beside them, of the coordinate that is killed, there are two cells again in the next step; without one the
 cell that is left trains all lanes. As in recovery.py a loss lasts until all that train have committed the first step

@@ -1,10 +1,11 @@
-"""A step of two processes in plain torch over gloo, and in a cell: by tensor, context or pipeline parallelism.
+"""A step of two processes in plain torch over gloo, and in a cell: by tensor, context, expert or pipeline parallelism.
 
-    python benchmarks/cell_step.py [--by tensor|context|pipeline] [--size 10M] [--rounds 5] [--steps 12]
+    python benchmarks/cell_step.py [--by tensor|context|expert|pipeline] [--size 10M] [--rounds 5] [--steps 12]
 
 By tensor: `parallelize_module`. By context: an all-to-all of heads for tokens around attention, and in plain torch
-`DistributedDataParallel` for the gradients. It needs an even number of heads: sizes 1M, 40M and 85M. By pipeline:
-torch's `Schedule1F1B` with four micro-batches; the head has a weight of its own.
+`DistributedDataParallel` for the gradients. It needs an even number of heads: sizes 1M, 40M and 85M. By expert: each
+perceptron is four experts, of which a token goes to two by `MoE`; in plain torch its all-to-all is gloo's, and DDP has
+the rest of the model. By pipeline: torch's `Schedule1F1B` with four micro-batches; the head has a weight of its own.
 
 The same model, plan, micro-batch, samples and AdamW. Each round starts both anew, one after the other; a step's seconds
 are medians of a round, CPU seconds of both processes together. The medians of the rounds' ratios count: at most 1.10.
@@ -37,9 +38,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 PROCESSES = 2
-BY = ("tensor", "context", "pipeline")
+BY = ("tensor", "context", "expert", "pipeline")
 MICRO_BATCHES = 4
 """Of a pipeline's schedule."""
+EXPERTS = 4
+"""Of a layer."""
 STEPS = 1_000_000
 """More than any run makes."""
 WARM_STEPS = 3
@@ -110,6 +113,30 @@ def of_part(size: str, group: Any) -> nn.Module:
     return gpt
 
 
+class Routed(nn.Module):
+    """Experts in the place of a perceptron."""
+
+    def __init__(self, expert: nn.Module, channels: int, group: Any) -> None:
+        from shoal.deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.moe = MoE(channels, expert, EXPERTS, PROCESSES, group=group, k=2, capacity_factor=1.25)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) → (B, T, C)
+        output: Tensor = self.moe(x)[0]
+        return output
+
+
+def of_experts(size: str, group: Any) -> nn.Module:
+    """The model, with experts that the processes divide."""
+    gpt = model.build(size)
+    for block in gpt.blocks:
+        expert = nn.Sequential(block.widen, nn.GELU(), block.narrow)
+        block.widen = Routed(expert, block.narrow.out_features, group)  # type: ignore[assignment]
+        block.narrow = nn.Identity()  # type: ignore[assignment]
+    return gpt
+
+
 class Half(nn.Module):
     """The first stage of a pipeline, or the last one."""
 
@@ -176,13 +203,19 @@ def plain(given: argparse.Namespace) -> None:
     gpt: nn.Module
     if given.by == "context":
         gpt = nn.parallel.DistributedDataParallel(of_part(given.size, dist.group.WORLD))
+    elif given.by == "expert":
+        gpt = of_experts(given.size, dist.group.WORLD)
+        apart = [name for name, _ in gpt.named_parameters() if "deepspeed_experts" in name]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(gpt, apart)
+        gpt = nn.parallel.DistributedDataParallel(gpt)
     elif given.by == "pipeline":
         gpt = Half(given.size, given.rank)
         run = scheduled(gpt, given.rank, dist.group.WORLD, loss_fn=loss_of)
     else:
         gpt = divided(given.size, dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
     optimizer, windows = adamw(gpt), model.Windows()
-    batches = _batches(windows, model.MICRO_BATCH * (MICRO_BATCHES if given.by == "pipeline" else 1))
+    samples = model.MICRO_BATCH * (MICRO_BATCHES if given.by == "pipeline" else 1)
+    batches = _batches(windows, samples, *((given.rank, PROCESSES) if given.by == "expert" else ()))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -196,12 +229,13 @@ def plain(given: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def _batches(windows: model.Windows, samples: int) -> Iterator[Any]:
-    at = 0
+def _batches(windows: model.Windows, samples: int, place: int = 0, places: int = 1) -> Iterator[Any]:
+    """Of one of several places that train samples of their own, in turn."""
+    at = place * samples
     while True:
         numbers = [(at + one) % len(windows) for one in range(samples)]
         yield torch.utils.data.default_collate([windows[number] for number in numbers])
-        at += samples
+        at += places * samples
 
 
 def initialize(
@@ -222,8 +256,10 @@ def initialize(
     gpt: nn.Module
     if by == "pipeline":
         gpt = cell.stages(lambda number: Half(size, number))
+    elif by == "tensor":
+        gpt = divided(size, cell.mesh["tensor"])
     else:
-        gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
+        gpt = (of_part if by == "context" else of_experts)(size, cell.group(by))
     optimizer = adamw if by == "pipeline" else adamw(gpt)  # a stage's, of each of them
     engine = shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=optimizer)
     if by != "pipeline":
