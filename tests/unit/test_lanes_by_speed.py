@@ -107,9 +107,9 @@ def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
             by="test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well",
         ),
         Edit(
-            "shoal.training.lane_loop",
-            "self.in_flight = self.is_warming_up = False\n        self._order",
-            "self.in_flight = False\n        self._order",
+            "shoal.training.context",
+            "self.world is not None and not self.loop.is_warming_up",
+            "self.world is not None",
             by="test_a_world_that_breaks_under_a_rehearsal_makes_it_void",
         ),
         Edit(
