@@ -165,7 +165,7 @@ in two cells of two processes.
   before, and on all where a process was lost in it and no lane is left.
 - **Random numbers** of a forward follow from step, lane and stage; `seed_layers` is for first values alone.
 - The optimizer is the config's, an object of one group, or a function of the parameters of any stage. Checkpoints,
-  ZeRO's stages, and `tensor` beside it by `shoal.cell(config)` before the model: see [Cells](cells.md).
+  all of ZeRO's stages, and `tensor` beside it by `shoal.cell(config)` before the model: see [Cells](cells.md).
 - Refused by name: `DualPipeVModule`, `dynamic_shape`, an `activation_checkpoint_func` of another library, topologies
   with the axis model, frozen layers where there are several stages.
 
