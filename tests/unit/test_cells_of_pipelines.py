@@ -109,6 +109,7 @@ MORE = [pytest.param(point, marks=check("as at the other points")) for point in 
     broken_by=[
         Edit("shoal.cells.pipelining", " or known[0] is not world", ""),
         Edit("shoal.cells.pipelining", "buffer.copy_(before)", "pass"),
+        Edit("shoal.cells.pipelining", " if self._is_line else given", ""),
     ],
 )
 def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> None:
@@ -123,13 +124,13 @@ def test_a_process_that_is_killed_in_a_handshake_changes_no_bit() -> None:
     were_shaking_hands = []
 
     def look(worker: Worker, point: str, _: int) -> None:
-        if worker.name == "f" and point == "between":
+        if worker.name == "d" and point == "between":
             were_shaking_hands.append(worker.engine.training.pipeline._schedules.is_shaking_hands)
 
-    with crew_of("abcdef", task_of(PIPELINE)) as crew:
+    with crew_of("abcdefg", task_of(PIPELINE)) as crew:
         crew.train_to(2)
-        crew.kill("c")  # d is a spare then, and the other stages shake hands in a new world
-        crew.plant("f", 3, "between")
+        crew.kill("c")  # g, which knows no shapes, takes its place
+        crew.plant("d", 3, "between")
         crew.watchers.append(look)
         assert trained(crew) == one_cell(PIPELINE)
     assert were_shaking_hands == [True]
@@ -141,6 +142,23 @@ def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
         crew.train_to(2)
         crew.plant("d", 4, point)
         assert trained(crew) == one_cell(PIPELINE)
+
+
+@holds("A schedule's stages shake hands anew")
+def test_stages_that_know_the_shapes_compute_nothing_in_a_handshake() -> None:
+    computed: list[str] = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "between" and worker.engine.training.pipeline._schedules.is_shaking_hands:
+            computed.append(worker.name)
+
+    with crew_of("abcd", task_of(PIPELINE)) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        assert sorted(computed) == ["a", "b", "c", "d"]
+        crew.kill("c")
+        assert trained(crew) == one_cell(PIPELINE)
+        assert sorted(computed) == ["a", "b", "c", "d"]
 
 
 def run(engine: Engine) -> None:
@@ -214,6 +232,7 @@ def test_a_call_out_of_order_in_a_pipelines_loop_is_one_sentence(act: Callable[[
     assert sentence in failure, failure
 
 
+@holds("A schedule's stages shake hands anew")
 @check("many processes and steps")
 def test_processes_of_a_square_are_killed_and_others_join_and_no_bit_changes() -> None:
     task = task_of(SQUARE, max_steps=20)

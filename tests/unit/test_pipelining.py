@@ -64,7 +64,7 @@ def made() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 def test_a_schedule_made_for_the_engine_is_taken(kind: Any, made: Callable[..., Any]) -> None:
     schedule = made(kind)
-    assert PipelineSchedules(2, MICRO_BATCHES).of(schedule.step, "step", Loss) is schedule
+    assert PipelineSchedules(PIPELINE, MICRO_BATCHES).of(schedule.step, "step", Loss) is schedule
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_another_schedule_is_refused_in_a_sentence(
     kind: Any, named: dict[str, Any], words: str, made: Callable[..., Any]
 ) -> None:
     with pytest.raises(UserError, match=words):
-        PipelineSchedules(2, MICRO_BATCHES).of(made(kind, **named).step, "step", Loss)
+        PipelineSchedules(PIPELINE, MICRO_BATCHES).of(made(kind, **named).step, "step", Loss)
 
 
 def test_what_is_no_schedules_step_and_stages_of_another_group_are_refused(made: Callable[..., Any]) -> None:
     schedule = made(Schedule1F1B)
     for call in (print, schedule.eval, nn.Linear(2, 2).forward):
         with pytest.raises(UserError, match=r"engine\.run got .*; expected "):
-            PipelineSchedules(2, MICRO_BATCHES).of(call, "step", Loss)
+            PipelineSchedules(PIPELINE, MICRO_BATCHES).of(call, "step", Loss)
     with pytest.raises(UserError, match="in a group of 2 processes, and the cell's pipeline has 3; give PipelineStage"):
-        PipelineSchedules(3, MICRO_BATCHES).of(schedule.step, "step", Loss)
+        PipelineSchedules(Shape(pipeline=3), MICRO_BATCHES).of(schedule.step, "step", Loss)
 
 
 def test_these_are_the_insides_of_this_torchs_schedules(made: Callable[..., Any]) -> None:
@@ -102,6 +102,8 @@ def test_these_are_the_insides_of_this_torchs_schedules(made: Callable[..., Any]
         assert sum(hasattr(schedule, name) for name in SHAKES_HANDS) == 1
         assert all(sum(getattr(schedule, name, None) is False for name in names) == 1 for names in FLAGS)
         assert not schedule._internal_losses and schedule._has_backward
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        assert all(type(stage._user_meta) is type(stage._stage_meta) for stage in stages)
     assert all(hasattr(schedule, name) for name in UNDER_WAY), "of the last kind"
 
 

@@ -2,21 +2,26 @@
 
 A schedule's stages shake hands in its first call: they vote whether shapes were given, and tell each other shapes where
 not. In a new world a stage may have other neighbours, who have never met it, and a short batch of an evaluation has
-other shapes; so there all stages of a cell do it anew. What is computed for it leaves no trace in random numbers and
-buffers. A call that a change of the world has broken off leaves losses and messages behind, which are forgotten.
+other shapes; so there all stages of a cell do it anew. Where all of them know the shapes from an earlier handshake over
+as many samples, and a cell has no other dimension, nothing is computed for it; elsewhere what is leaves no trace in
+random numbers and buffers. A call that a change of the world has broken off leaves losses and messages behind, which
+are forgotten.
 
 tests/unit/test_pipelining.py names the version of torch whose insides these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
 from torch import nn
 
 from shoal.data.seeds import RandomState
@@ -35,11 +40,15 @@ UNDER_WAY = ("fwd_recv_ops", "bwd_recv_ops", "backward_counter")
 class PipelineSchedules:
     """Those that a script calls by one engine."""
 
-    def __init__(self, places: int, micro_batches: int) -> None:
-        """`places`: of the pipeline."""
-        self._places, self._micro_batches = places, micro_batches
+    def __init__(self, cell: Shape, micro_batches: int) -> None:
+        self._places, self._micro_batches = cell.pipeline, micro_batches
+        self._is_line = cell.processes == cell.pipeline
+        """Whether all of a cell vote together in a handshake: in others one line would compute, and its neighbours not.
+        """
         self._calls: WeakKeyDictionary[Any, tuple[object, int]] = WeakKeyDictionary()
         """Each one's last: in which world, and of how many samples."""
+        self._shapes: WeakKeyDictionary[Any, dict[tuple[int, bool], list[Any]]] = WeakKeyDictionary()
+        """What each one's stages have found in handshakes, by samples, and whether a backward follows."""
         self.is_shaking_hands = False
         """Whether a loss is computed for its shape alone."""
 
@@ -101,7 +110,8 @@ class PipelineSchedules:
             buffers = [(one, one.detach().clone()) for one in module.buffers()]
             self.is_shaking_hands = True
             try:
-                original(*arguments, **named)
+                with self._knowing_shapes(schedule):
+                    original(*arguments, **named)
             finally:
                 self.is_shaking_hands = False
                 random.restore()
@@ -110,6 +120,20 @@ class PipelineSchedules:
                         buffer.copy_(before)
 
         setattr(schedule, name, shake_hands)
+
+    @contextmanager
+    def _knowing_shapes(self, schedule: Any) -> Iterator[None]:
+        """Within it, a handshake, stages vote as if a script had given the shapes that they know."""
+        found, stages = self._shapes.setdefault(schedule, {}), _stages_of(schedule)
+        purpose, given = (self._calls[schedule][1], schedule._has_backward), [stage._user_meta for stage in stages]
+        try:
+            for stage, known in zip(stages, found.get(purpose, given) if self._is_line else given, strict=True):
+                stage._user_meta = known
+            yield
+            found[purpose] = [copy(stage._stage_meta) for stage in stages]
+        finally:
+            for stage, meta in zip(stages, given, strict=True):
+                stage._user_meta = meta
 
 
 def _has_shaken_hands(schedule: Any) -> bool:

@@ -50,7 +50,7 @@ class Pipeline:
     def __init__(self, context: TrainingContext) -> None:
         config = context.config
         self._context, self.micro_batches = context, config.micro_batches_per_call
-        self._schedules = PipelineSchedules(config.cell.pipeline, self.micro_batches)
+        self._schedules = PipelineSchedules(config.cell, self.micro_batches)
         self._is_used = config.cell.pipeline > 1
         self._losses: list[Loss] = []
         """Of the call at hand."""
