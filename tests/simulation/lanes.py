@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from shoal.core.tree import NO_LANE, Round, first_rounds, rounds, shard_tree
 from shoal_protos.activity import LANES_BEGIN
 
+from .speeds import LONGEST_LANE
+
 if TYPE_CHECKING:
     from .training import Training
     from .worker import SimWorker
@@ -64,7 +66,7 @@ class WholeGradients:
 
     def _seconds(self) -> float:
         t = self.training
-        return t.simulation.step_seconds * t.worker.factor * (0.5 + t.worker.chance.random())
+        return t.simulation.step_seconds * t.worker.factor * (LONGEST_LANE - 1 + t.worker.chance.random())
 
     def _done(self, generation: int, boundary: int) -> None:
         t = self.training

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 LANE_SECONDS, NOISE = 0.1, 0.05
+LONGEST_LANE = 1.5
+"""Of the usual time, by chance."""
 REHEARSAL_STEPS = 50
 """As the worker's: so often it trains a lane for nothing."""
 FACTORS = (1.0, 1.0, 1.0, 1.5, 2.0, 4.0, 12.0)
-"""So many times as long as usual a lane takes. With the last one every lane is one too many."""
+"""So many times as long as usual a lane takes. With the last one every lane is one too many.
+None with which a lane takes so long that its script counts as stuck.
+"""
 
 
 class Speeds:
@@ -41,7 +45,9 @@ class Speeds:
         """So many times as long as usual a lane takes on a process."""
         if not self.are_known or self._simulation.still:
             return 1.0
-        return Random(f"{self._simulation.seed} speed of {pid}").choice(FACTORS)
+        spec, usual = self._simulation.spec, self._simulation.step_seconds
+        allowed = [one for one in FACTORS if one * LONGEST_LANE * usual < spec.stall_seconds]
+        return Random(f"{self._simulation.seed} speed of {pid}").choice(allowed)
 
     def slow(self, worker: SimWorker, factor: float) -> None:
         """From now on."""
