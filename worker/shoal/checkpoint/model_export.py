@@ -18,7 +18,7 @@ from shoal.checkpoint.failure import ExportFailed
 from shoal.checkpoint.named import Known
 from shoal.core.container import CODES, Region, header
 from shoal.core.units import named_state
-from shoal.process.host_memory import ReusedMemory, tensor_bytes
+from shoal.process.host_memory import tensor_bytes
 
 Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 """The same tensors one after the other, each with its values until the next is asked for."""
@@ -84,8 +84,6 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _contents(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    memory = ReusedMemory()
     for value in tensors:
-        here = local_of(value.detach())
-        copy = memory.take(tuple(here.shape), here.dtype).copy_(here)  # numpy pins what it looks at
-        yield tensor_bytes(copy)
+        here = local_of(value.detach()).cpu()
+        yield tensor_bytes(here.clone().contiguous())  # a copy: numpy pins what it looks at
