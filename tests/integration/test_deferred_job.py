@@ -18,5 +18,6 @@ def test_a_deferred_job_on_a_frozen_base_ends_after_a_kill_as_undisturbed_in_any
         cluster.release()
         report = cluster.wait_undisturbed()
         assert cluster.exit_code("w1") == -signal.SIGKILL
-    assert [one["reason"] for one in report["generations"] if one["reason"] != "join"][:2] == ["start", "kill"]
+    planned = ("join", "balance")  # what a joiner has been filled with may be promoted before
+    assert [one["reason"] for one in report["generations"] if one["reason"] not in planned][:2] == ["start", "kill"]
     assert report["fingerprint"] == undisturbed({**OPTIONS, "stage": 0})
