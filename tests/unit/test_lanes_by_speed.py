@@ -96,6 +96,18 @@ def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
         assert crew.finish() == undisturbed(task(stage, usual))
 
 
+@contextmanager
+def idle_crew(stage: int, usual: dict[str, float], slow: dict[str, float]) -> Iterator[tuple[Crew, Task]]:
+    """Three workers, of which b has become too slow for any lane; and the task of the others."""
+    options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
+    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
+    with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
+        crew.train_to(4)
+        slow["now"] = 1.0
+        train_until(crew, [3, 0, 3], LONG)
+        yield crew, of_usual
+
+
 @rule(
     "A member without lanes rehearses one now and then: nothing of it counts, and what a lane takes stays known",
     "A change of the world",
@@ -126,12 +138,7 @@ def test_a_worker_that_loses_its_lanes_gets_them_back_when_it_is_well(
 ) -> None:
     usual, slow = {"now": 0.1}, {"now": 0.1}
     monkeypatch.setattr(telemetry, "REHEARSAL_STEPS", OFTEN)
-    options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
-    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
-    with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
-        crew.train_to(4)
-        slow["now"] = 1.0
-        train_until(crew, [3, 0, 3], LONG)
+    with idle_crew(stage, usual, slow) as (crew, of_usual):
         crew.train_to(crew.allowed + OFTEN + 2)
         assert slow["rehearsed"] == 1
         assert counts(crew) == [3, 0, 3]
@@ -148,12 +155,7 @@ def test_a_world_that_breaks_under_a_rehearsal_makes_it_void(stage: int, monkeyp
     usual, slow = {"now": 0.1}, {"now": 0.1}
     held = threading.Event()
     monkeypatch.setattr(telemetry, "REHEARSAL_STEPS", OFTEN)
-    options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
-    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
-    with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
-        crew.train_to(4)
-        slow["now"] = 1.0
-        train_until(crew, [3, 0, 3], LONG)
+    with idle_crew(stage, usual, slow) as (crew, of_usual):
         rehearsing = crew.workers["b"]
 
         def hold(*_: object) -> None:

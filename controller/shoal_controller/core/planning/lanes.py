@@ -20,7 +20,7 @@ phase running.py. docs/lanes.md, "Slow workers". Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappush, heapreplace
 from statistics import median
@@ -49,7 +49,7 @@ def share_lanes(
     the youngest without a lane in flight get none: they are standbys. By speed each other one gets `least` at least, 0
     or 1, and one with a lane in flight that lane.
     """
-    return _share(lanes, flights, hosts, paces, least, _give)
+    return _share(lanes, flights, hosts, paces, least, rounds=False)
 
 
 def share_rounds(
@@ -62,25 +62,22 @@ def share_rounds(
     the number of lanes has at most two such digits no rounds leave fewer, else none leave fewer by more than its other
     digits: disjoint subtrees have powers of two of lanes, but for one that ends with the last lane of all.
     """
-    return _share(lanes, flights, hosts, paces, least, _give_rounds)
-
-
-Give = Callable[[int, Sequence[int], Crews, Paces], list[set[int]]]
-"""Lanes, the lane in flight of each trainer, the trainers host by host, their paces → each one's lanes."""
+    return _share(lanes, flights, hosts, paces, least, rounds=True)
 
 
 def _share(
-    lanes: int, flights: Sequence[int], hosts: Sequence[int], paces: Paces, least: int, give: Give
+    lanes: int, flights: Sequence[int], hosts: Sequence[int], paces: Paces, least: int, rounds: bool
 ) -> list[Lanes]:
     flights = _one_trainer_each(lanes, flights)
     by_right = sorted(range(len(flights)), key=lambda trainer: (flights[trainer] == NONE_IN_FLIGHT, trainer))
     training = sorted(by_right[:lanes])
     if paces and not least:
-        fast = _fast_enough(lanes, [paces[trainer] for trainer in training], give is _give_rounds)
+        fast = _fast_enough(lanes, [paces[trainer] for trainer in training], rounds)
         training = [
             one for one, is_fast in zip(training, fast, strict=True) if is_fast or flights[one] != NONE_IN_FLIGHT
         ]
     known = [paces[trainer] for trainer in training] if paces else ()
+    give = _give_rounds if rounds else _give
     given = give(lanes, [flights[trainer] for trainer in training], _crews(training, hosts), known)
     shares: list[Lanes] = [()] * len(flights)
     for trainer, share in zip(training, given, strict=True):
@@ -288,7 +285,7 @@ def _reached_beside_each_other(lanes: int, ascending: Paces) -> int:
 
 
 def _counts_of_all(lanes: int, paces: Paces, rounds: bool) -> list[int]:
-    """The same, one at least for each."""
+    """Return how many lanes each trainer is to have, one at least."""
     if not rounds:
         return _counts_beside_each_other(lanes, paces)
     counts = [0] * len(paces)
