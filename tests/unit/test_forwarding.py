@@ -158,15 +158,14 @@ async def test_a_change_that_waits_for_a_leader_is_told_at_once_that_its_control
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Election, "_win", never)
+    monkeypatch.setattr(forwarding, "ELECTION_SECONDS", 3600.0)  # the client waits for 20
     async with following(tmp_path, free_port()) as follower:
         await follower.store.transact([], [Delete(LEADER)])
-        loop = asyncio.get_running_loop()
         asked = asyncio.create_task(follower.client.post("/v1/jobs/train/pause"))
         done, _ = await asyncio.wait([asked], timeout=0.3)
         assert not done, asked.result().text
         follower.controller.end()
-        began, answer = loop.time(), await asked
-        assert loop.time() - began < 1, "not after the seconds that an election may take"
+        answer = await asked
         assert answer.status_code == 503 and answer.json()["code"] == "not_leading"
         assert answer.json()["detail"] == "this controller is shutting down; try again once a controller runs"
         ready = await follower.client.get("/readyz")

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -213,14 +212,10 @@ def test_shoal_does_not_import_the_package_where_its_session_is_made() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_newest_figures_cost_microseconds_while_the_driver_hangs() -> None:
+def test_the_newest_figures_do_not_wait_for_a_driver_that_hangs() -> None:
     nvml = FakeNvml()
     with watching(lambda: nvml) as watch:
         shown(watch)
         nvml.answers.clear()
-        began = time.perf_counter()
-        for _ in range(10_000):
-            watch.newest
-        took = time.perf_counter() - began
+        assert watch.newest is not None, "where it waits for the driver it waits for ever"
         nvml.answers.set()
-    assert took < 1, "10,000 looks: the first that waits for the driver is longer"
