@@ -164,9 +164,12 @@ def placed(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, list[Any]]:
     enter()
     mesh = cell.mesh["tensor"]
     total = torch.arange(8.0).view(4, 2)
-    by_name = {"replicate": Replicate(), "shard 0": Shard(0), "shard 1": Shard(1), "partial": Partial()}
+    by_name = {
+        "replicate": Replicate(), "shard 0": Shard(0), "shard 1": Shard(1),
+        "pieces": _StridedShard(0, split_factor=2), "partial": Partial(),
+    }  # fmt: skip
     found: dict[str, list[Any]] = {}
-    for wanted in ("replicate", "shard 0", "shard 1"):
+    for wanted in ("replicate", "shard 0", "shard 1", "pieces"):
         parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [by_name[wanted]], src_data_rank=None))
         expected = local_of(distribute_tensor(total, mesh, [by_name[wanted]], src_data_rank=None))
         for given, placement in by_name.items():
@@ -184,20 +187,22 @@ def placed(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, list[Any]]:
     gradient = local_gradient(common, part)
     hub.reduce_sum([gradient.tensor])
     found["replicate from uneven parts"] = [torch.equal(gradient.tensor, total), gradient.is_partial]
-    for name, size, placement in (("uneven", 5, Shard(0)), ("strided", 8, _StridedShard(0, split_factor=2))):
+    for name, size, placement in (
+        ("uneven", 5, Shard(0)), ("uneven pieces", 6, _StridedShard(0, split_factor=2)), ("sum", 8, Partial())
+    ):  # fmt: skip
         divided = nn.Module()
-        local = torch.zeros(size // 2)
+        local = torch.zeros(size if name == "sum" else size // 2)
         shape: dict[str, Any] = {"shape": torch.Size([size]), "stride": (1,)}
         divided.weight = nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False, **shape))
         try:
             marks(divided, cell.shape, cell.coordinate)
         except UserError as error:
             found[name] = [str(error)]
-    strided = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False, **shape)
+    mean = DTensor.from_local(torch.zeros(8), mesh, [Partial("avg")], run_check=False, **shape)
     try:
-        local_gradient(nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [Shard(0)], src_data_rank=None)), strided)
+        local_gradient(nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [Shard(0)], src_data_rank=None)), mean)
     except UserError as error:
-        found["strided gradient"] = [str(error)]
+        found["mean"] = [str(error)]
     return found
 
 

@@ -202,7 +202,8 @@ class OfTransformers(nn.Module):
 
 def of_transformers(result: str, folder: str, by: str, page: str, **options: Any) -> None:
     """A model with experts, from a folder of weights. `by`: "expert", as the page says; "tensor", by the plans of the
-    library for layers and experts.
+    library for layers and experts; "layers", by that for layers alone, which cuts each expert. `export`: the file of
+    the model at the end.
     """
     import shoal
     from shoal.cells.marks import local_of
@@ -211,7 +212,7 @@ def of_transformers(result: str, folder: str, by: str, page: str, **options: Any
 
     torch.set_num_threads(1)
     dimension = "expert" if by == "expert" else "tensor"
-    settled = config({**options, "shoal": {"cell": {dimension: 2}}})
+    settled = config({**options, "shoal": {"cell": {dimension: 2}, **options.get("shoal", {})}})
     cell = shoal.cell(settled)
     torch.manual_seed(0)
     if by == "expert":
@@ -220,7 +221,7 @@ def of_transformers(result: str, folder: str, by: str, page: str, **options: Any
         exec(code, known)
         model: Any = known["model"]
     else:
-        plan = DistributedConfig(tp_size=2, ep_size=2)
+        plan = DistributedConfig(tp_size=2, ep_size=2 if by == "tensor" else None)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
     module, here = OfTransformers(model), 0
     for name, parameter in module.named_parameters():
@@ -235,6 +236,8 @@ def of_transformers(result: str, folder: str, by: str, page: str, **options: Any
         if engine.step() and engine.loss is not None:
             losses.append(engine.loss)
     fingerprint = engine.fingerprint()
+    if "export" in options:
+        engine.export(options["export"])
     _write(result, {"fingerprint": fingerprint, "losses": losses, "of_experts": here})
 
 

@@ -75,14 +75,23 @@ def test_gradients_of_divided_layers_are_parts_of_the_whole_models(tmp_path: Pat
 
 def test_a_gradient_becomes_that_of_its_parameters_part_whatever_the_placements_of_both(tmp_path: Path) -> None:
     for found in results("placed", 2, tmp_path):
-        (uneven,) = found.pop("uneven")
-        assert 'parameter "weight" of shape (5,)' in uneven and "not supported yet" in uneven
-        for name in ("strided", "strided gradient"):
+        for name, words in (
+            (
+                "uneven",
+                'parameter "weight" of shape (5,) is a DTensor that is cut into 2 parts along dimension 0, wh',
+            ),
+            (
+                "uneven pieces",
+                "into 2 parts along dimension 0, 2 pieces a place, which are not equal; not supported",
+            ),
+            ("sum", 'parameter "weight" is a DTensor with placement P(sum); expected Shard'),
+            ("mean", "placement P(avg); expected Shard"),
+        ):
             (sentence,) = found.pop(name)
-            assert "placement _S(0, 2); expected Shard" in sentence, sentence
-        assert len(found) == 13 and all(is_right for is_right, _ in found.values()), found
+            assert words in sentence, sentence
+        assert len(found) == 21 and all(is_right for is_right, _ in found.values()), found
         without_sum = sorted(pair for pair, (_, is_partial) in found.items() if not is_partial)
         assert without_sum == [
-            "replicate from replicate", "shard 0 from replicate", "shard 0 from shard 0", "shard 1 from replicate",
-            "shard 1 from shard 1",
+            "pieces from pieces", "pieces from replicate", "replicate from replicate", "shard 0 from replicate",
+            "shard 0 from shard 0", "shard 1 from replicate", "shard 1 from shard 1",
         ]  # fmt: skip

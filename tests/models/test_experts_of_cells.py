@@ -12,8 +12,11 @@ from crew import Task, undisturbed
 from integration.cell_scripts import OfTransformers, WithoutChance
 from integration.cluster import Cluster, warmed
 from integration.scripts import VOCABULARY
+from safetensors.torch import load_file
+from shoal.checkpoint.catalogue import at
+from shoal.checkpoint.export import export
 from shoal.training.engine import Engine
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -50,16 +53,16 @@ def qwen() -> nn.Module:
 
 MODELS = {"mixtral": mixtral, "deepseek": deepseek, "qwen": qwen}
 CASES = [
-    ("mixtral", "expert"), ("deepseek", "expert"), ("qwen", "expert"), ("mixtral", "tensor"),
+    ("mixtral", "expert"), ("deepseek", "expert"), ("qwen", "expert"), ("mixtral", "tensor"), ("mixtral", "layers"),
 ]  # fmt: skip
 WORLDS = [(2, 1, (), 0), (4, 0, (), 0), (6, 2, ("w0",), 0), (4, 3, ("w3",), 1)]
 """Of one to three cells: workers, stage, those that are killed, and how many join."""
 OPTIONS: dict[str, Any] = {"lanes": 4, "max_steps": 24, "gradient_clipping": 0.0}
 
 
-def losses_of_one_process(folder: str, micro_batches: int) -> list[float]:
-    """Those of the model in one process, step by step."""
-    found: list[float] = []
+def trained_in_one_process(folder: str, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of the model in one process, step by step, and its weights at the end."""
+    found, weights = list[float](), dict[str, Tensor]()
 
     def step(engine: Engine) -> None:
         if engine.step() and engine.loss is not None:
@@ -71,9 +74,17 @@ def losses_of_one_process(folder: str, micro_batches: int) -> list[float]:
     def descent(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(module.parameters(), lr=0.1)
 
+    def keep(engine: Engine) -> None:
+        weights.update((name, value.clone()) for name, value in engine.module.state_dict().items())
+
     options = {**OPTIONS, "micro_batches_per_lane": micro_batches}
-    undisturbed(Task(options, model, descent, lambda _: None, step=step, data=lambda: WithoutChance(40)))
-    return found
+    undisturbed(
+        Task(
+            options, model, descent, lambda _: None, step=step, data=lambda: WithoutChance(40),
+            prepare=lambda engine: engine.on_commit(keep),
+        )
+    )  # fmt: skip
+    return found, weights
 
 
 def are_mirrored(cluster: Cluster, count: int, _: Any) -> bool:
@@ -92,12 +103,15 @@ def test_a_model_with_experts_ends_in_the_same_bits_in_any_number_of_cells_and_e
     model: Any = MODELS[name]()
     model.save_pretrained(tmp_path / "model")
     of_experts = sum(one.numel() for called, one in model.named_parameters() if ".experts." in called)
+    shoal = {"checkpoint": {"path": str(tmp_path / "saved"), "every_steps": OPTIONS["max_steps"]}}
     options = {**OPTIONS, "folder": str(tmp_path / "model"), "by": by, "page": PAGE}
     ends, script = list[Any](), "integration.cell_scripts:of_transformers"
     with warmed(["transformers"]):
         for workers, stage, killed, joining in WORLDS:
             go = tmp_path / f"go {workers} {stage}"
             brake = {"pace": 1.0 if killed else 0.0, "until": str(go)}
+            if workers == 2:
+                brake |= {"shoal": shoal, "export": str(tmp_path / "job.safetensors")}
             with Cluster(workers, {**options, "stage": stage, **brake}, script=script) as cluster:
                 if killed:
                     cluster.until("copies of all blocks", partial(are_mirrored, cluster, workers), 150)
@@ -111,6 +125,12 @@ def test_a_model_with_experts_ends_in_the_same_bits_in_any_number_of_cells_and_e
                     first = cluster.result("w0")
     assert len(set(ends)) == 1
     assert first["of_experts"] == of_experts // 2
-    expected = losses_of_one_process(str(tmp_path / "model"), 2 if by == "expert" else 1)
+    expected, weights = trained_in_one_process(str(tmp_path / "model"), 2 if by == "expert" else 1)
     assert len(first["losses"]) == OPTIONS["max_steps"] and first["losses"][-1] < first["losses"][0]
     assert first["losses"] == pytest.approx(expected, abs=1e-5)
+    export(at(str(next((tmp_path / "saved").glob("step-*"))), print).reader(), tmp_path / "saved.safetensors", None)
+    assert (tmp_path / "job.safetensors").read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
+    whole = load_file(tmp_path / "job.safetensors")
+    assert whole.keys() == weights.keys()
+    assert all((value - weights[one]).abs().max() < 1e-5 for one, value in whole.items())
+    model.load_state_dict({one.removeprefix("model."): value for one, value in whole.items()})

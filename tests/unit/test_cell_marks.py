@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule import Edit, rule
+from rule import Edit, holds, rule
 from shoal.cells.marks import COMMON, Mark, common, local_gradient, local_of, marks, sharded
 from shoal.core.cuts import Cut, Dealt
 from shoal.training.start import part_of
@@ -16,6 +16,7 @@ from shoal_protos.shape import ONE, Shape
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 TWO = Shape(tensor=2)
 
@@ -120,6 +121,18 @@ def test_a_mesh_of_other_coordinates_is_refused_with_those_that_were_expected(
     assert f'parameter "weight" is a DTensor on a mesh {words} {expected}' in str(refused.value)
 
 
+@holds("An export of a job of cells has the whole")
+def test_of_a_fused_dtensor_that_is_cut_by_a_strided_shard_a_place_has_a_piece_of_each_part() -> None:
+    for coordinates, shape in ((BY_TENSOR, TWO), ([0], ONE)):
+        for dim in (0, -1):
+            strided = _StridedShard(dim, split_factor=2 + dim % 2)  # parts of 2 × 3
+            assert on_a_mesh(coordinates, ("tensor",), shape, strided) == {
+                "weight": Mark(True, dim=dim % 2, stride=2 + dim % 2)
+            }
+    with pytest.raises(UserError, match="into 2 parts along dimension 0, 3 pieces a place, which are not equal"):
+        on_a_mesh(BY_TENSOR, ("tensor",), TWO, _StridedShard(0, split_factor=3))
+
+
 OF_EXPERTS = Shape(expert=2, tensor=2)
 
 
@@ -128,7 +141,7 @@ OF_EXPERTS = Shape(expert=2, tensor=2)
     "places it is refused, as FSDP adds gradients up there",
     "Cells",
     broken_by=[
-        Edit("shoal.cells.marks", "Mark(of_expert=True, dealt=Dealt(placement.dim)) if of_expert else Mark(", "Mark("),
+        Edit("shoal.cells.marks", "Mark(of_expert=True, dealt=Dealt(cut.dim)) if of_expert else ", ""),
         Edit("shoal.cells.marks", 'device_mesh.mesh_dim_names == ("expert",) and ', "device_mesh.ndim == 1 and "),
         Edit("shoal.cells.marks", " and tensor.placements[0].is_shard()", ""),
     ],

@@ -83,10 +83,13 @@ def test_parts_that_are_cut_from_a_whole_are_joined_to_it(places: int, stride: i
     "An export of a job of cells has the whole of every tensor under its own name, with the job's bits",
     "Cells",
     broken_by=[
-        Edit("shoal.core.cuts", "spans[place :: len(parts)]", "spans[len(parts) - 1 - place :: len(parts)]"),
+        Edit(
+            "shoal.core.cuts", "strips(whole, place, len(parts))", "strips(whole, len(parts) - 1 - place, len(parts))"
+        ),
         Edit("shoal.checkpoint.named", "[reader.at(one) for", "[reader for"),
         Edit("shoal.training.cell_parts", "self._traffic_at(world, coordinate)\n", "self._traffic\n"),
         Edit("shoal.training.requests", "one.detail not in paths]", "True]"),
+        Edit("shoal.cells.marks", '"split_factor", 1 if', '"_", 1 if'),
     ],
 )
 def test_a_checkpoint_of_cells_is_exported_whole(shape: Shape, names: str, stage: int, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from shoal_protos.errors import UserError
@@ -18,7 +19,7 @@ from shoal_protos.shape import DIMENSIONS, Shape
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from shoal.core.cuts import Dealt
+from shoal.core.cuts import Cut, Dealt
 from shoal.core.layout import Layout
 from shoal.core.ties import Copy, Tie, TiedParameter, ties_of
 from shoal.core.units import plain_name, unit_of_name
@@ -170,9 +171,10 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
     found, expected = COMMON, shape.places(coordinate, "tensor")
     dimensions = parameter.device_mesh.mesh_dim_names or ()
     for at, size, placement in _dimensions(parameter):
+        cut = _cut_by(placement, parameter.dim())
         if size == 1:
             is_tensor = bool(dimensions) and dimensions[at] == "tensor"
-            found = Mark(True, dim=placement.dim) if is_tensor and placement.is_shard() else found
+            found = Mark(True, dim=cut.dim, stride=cut.stride) if is_tensor and cut is not None else found
             found = Mark(dealt=Dealt(placement.dim)) if _holds_experts(parameter) else found
             continue
         places = _along(parameter.device_mesh, at)
@@ -184,16 +186,26 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
                 f"of {shape}, and its dimension 'tensor' has {list(expected)} here; make it on cell.mesh[\"tensor\"], "
                 'or a shard of experts on cell.mesh["expert"].'
             )
-        if not (placement.is_shard() or placement.is_replicate()):  # as a strided shard, which is neither
+        if cut is None and not placement.is_replicate():
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
-        if placement.is_shard():
-            if parameter.shape[placement.dim] % size:
+        if cut is not None:
+            if not cut.divides(tuple(parameter.shape), size):
+                pieces = f", {cut.stride} pieces a place" if cut.stride > 1 else ""
                 raise UserError(
                     f'parameter "{name}" of shape {tuple(parameter.shape)} is a DTensor that is cut into {size} parts '
-                    f"along dimension {placement.dim}, which are not equal; not supported yet."
+                    f"along dimension {cut.dim}{pieces}, which are not equal; not supported yet."
                 )
-            found = Mark(of_expert=True, dealt=Dealt(placement.dim)) if of_expert else Mark(True, dim=placement.dim)
+            own = Mark(True, dim=cut.dim, stride=cut.stride)
+            found = Mark(of_expert=True, dealt=Dealt(cut.dim)) if of_expert else own
     return found
+
+
+def _cut_by(placement: Any, dimensions: int) -> Cut | None:
+    """How it divides a DTensor of so many dimensions among the places of one of its mesh; None: it does not. Of a fused
+    tensor, which a strided shard divides, each place has a piece of each part (`split_factor`).
+    """
+    stride = getattr(placement, "split_factor", 1 if placement.is_shard() else 0)
+    return Cut(placement.dim % dimensions, stride) if stride else None
 
 
 def _holds_experts(tensor: Any) -> bool:
@@ -279,12 +291,12 @@ class LocalGradient:
     tensor: Tensor
     is_partial: bool = False
     """It is to be added up over the places of the tensor dimension first."""
-    cut: tuple[int, int, int] | None = None
-    """Dimension, start and length of the part of the sum that belongs to this process."""
+    part: Callable[[Tensor], Tensor] | None = None
+    """What of the sum belongs to this process; None: all of it."""
 
     def own(self, total: Tensor) -> Tensor:
         """Of what the sum has become."""
-        return total if self.cut is None else total.narrow(*self.cut)
+        return total if self.part is None else self.part(total)
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
@@ -292,28 +304,27 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
     local = local_of(gradient)
     if not (is_divided(parameter) and is_divided(gradient)):
         return LocalGradient(local)
-    part, index = local_of(parameter), _index(parameter)
     pairs = zip(_sized(parameter), _sized(gradient), strict=True)
     found = next(((size, mine, theirs) for (_, size, mine), (*_, theirs) in pairs), None)
     if found is None or found[1] == found[2]:
         return LocalGradient(local)
-    places, wanted, given = found
-    is_sum = given.is_partial() and given.reduce_op == "sum"
-    if not (is_sum or given.is_shard() or given.is_replicate()):
-        raise UserError(f"a DTensor's gradient has placement {given}; expected Shard, Replicate or a sum.")
-    if given.is_shard():  # a part of what all have: zeros elsewhere make it a part of a sum
+    (places, mine, theirs), index = found, _index(parameter)
+    wanted, given = (_cut_by(one, parameter.dim()) for one in (mine, theirs))
+    is_sum = theirs.is_partial() and theirs.reduce_op == "sum"
+    if not (is_sum or given is not None or theirs.is_replicate()):
+        raise UserError(f"a DTensor's gradient has placement {theirs}; expected Shard, Replicate or a sum.")
+    if given is not None:  # a part of what all have: zeros elsewhere make it a part of a sum
         whole = local.new_zeros(parameter.shape)
-        size = whole.shape[given.dim]
-        start = min(index * -(-size // places), size)  # parts but the last ones are as long as the first
-        whole.narrow(given.dim, start, local.shape[given.dim]).copy_(local)
+        strips = given.strips(whole, index, places)
+        for strip, values in zip(strips, local.split([one.shape[given.dim] for one in strips], given.dim), strict=True):
+            strip.copy_(values)
         local = whole
-    if not wanted.is_shard():
+    if wanted is None:
         return LocalGradient(local, is_partial=True)
-    length = part.shape[wanted.dim]
-    cut = wanted.dim, index * length, length
-    if given.is_replicate():
-        return LocalGradient(local.narrow(*cut))
-    return LocalGradient(local, is_partial=True, cut=cut)
+    part = partial(wanted.part, place=index, places=places)
+    if theirs.is_replicate():
+        return LocalGradient(part(local))
+    return LocalGradient(local, is_partial=True, part=part)
 
 
 OverCell = Callable[[list[Tensor], tuple[int, ...]], None]
@@ -351,7 +362,7 @@ class SpreadGradients:
         if not is_divided(parameter):
             return gradient
         found = local_gradient(parameter, gradient)
-        if found.is_partial and found.cut is not None:
+        if found.is_partial and found.part is not None:
             raise UserError(
                 f'the gradient of parameter "{self._names[slot]}" is a sum over the cell of which each process has a '
                 "part of every shard; not supported yet. Give the parameter's input the layout Replicate()."

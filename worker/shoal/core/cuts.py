@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -109,10 +110,30 @@ class Cut(NamedTuple):
         whole: Tensor,  # of the whole's shape
     ) -> None:
         """Fills the whole in."""
-        spans = whole.chunk(self.stride * len(parts), self.dim)
         for place, part in enumerate(parts):
-            for span, piece in zip(spans[place :: len(parts)], part.chunk(self.stride, self.dim), strict=True):
-                span.copy_(piece)
+            strips = self.strips(whole, place, len(parts))
+            for strip, piece in zip(strips, part.chunk(self.stride, self.dim), strict=True):
+                strip.copy_(piece)
+
+    def strips(
+        self,
+        whole: Tensor,  # of any shape
+        place: int,
+        places: int,
+    ) -> list[Tensor]:
+        """Views of the pieces of a whole that a place has, as torch cuts it: the last ones may be shorter, or none."""
+        pieces = (piece.chunk(places, self.dim) for piece in whole.chunk(self.stride, self.dim))
+        return [of_places[place] for of_places in pieces if place < len(of_places)]
+
+    def part(
+        self,
+        whole: Tensor,  # of any shape
+        place: int,
+        places: int,
+    ) -> Tensor:  # of the part's shape
+        """What a place has of a whole that `divides`; a view where that is one piece."""
+        strips = self.strips(whole, place, places)
+        return strips[0] if len(strips) == 1 else torch.cat(strips, self.dim)
 
 
 class Dealt(NamedTuple):
