@@ -90,6 +90,11 @@ def test_parts_that_are_cut_from_a_whole_are_joined_to_it(places: int, stride: i
         Edit("shoal.training.cell_parts", "self._traffic_at(world, coordinate)\n", "self._traffic\n"),
         Edit("shoal.training.requests", "one.detail not in paths]", "True]"),
         Edit("shoal.cells.marks", '"split_factor", 1 if', '"_", 1 if'),
+        Edit(
+            "shoal.training.cell_parts",
+            "fetch.first = first_of(traffic, averaged)",
+            "fetch.first = first_of(traffic, False)",
+        ),
     ],
 )
 def test_a_checkpoint_of_cells_is_exported_whole(shape: Shape, names: str, stage: int, tmp_path: Path) -> None:
@@ -160,6 +165,53 @@ def test_a_job_exports_the_very_file_that_is_exported_of_its_checkpoint(
     found = at(str(next((tmp_path / "saved").glob("step-*"))), print)
     export(found.reader(), tmp_path / "model.safetensors", None)
     assert (tmp_path / "job.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+@holds("An export of a job of cells has the whole")
+@pytest.mark.parametrize(
+    ("shape", "stage", "more"),
+    [
+        (PIPELINE, 1, {}),
+        (EXPERT, 2, {"precision": {"bf16": {"enabled": True}}}),
+        (TWO, 3, {}),
+        pytest.param(TWO, 0, {}, marks=check("as in stage 1")),
+        pytest.param(OF_BOTH, 3, {"precision": {"bf16": {"enabled": True}}}, marks=check("with parts besides")),
+        pytest.param(SQUARE, 1, {"offload": "files"}, marks=check("from files")),
+    ],
+    ids=str,
+)
+def test_a_job_of_cells_exports_the_averages_that_are_exported_of_its_checkpoint(
+    shape: Shape, stage: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of the step at hand, and beside them the weights; though a member is lost between."""
+
+    def trains(engine: Engine, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        engine.step()
+
+    def asks(body: Any, engine: Engine, batch: Any) -> None:
+        before = engine.global_step
+        body(engine, batch)
+        if before < engine.global_step == STEP:
+            engine.export(tmp_path / "job.safetensors", averaged=True)
+            engine.export(tmp_path / "weights.safetensors")
+
+    if "offload" in more:
+        (tmp_path / "files").mkdir()
+        more = {"offload": str(tmp_path / "files")}
+    checkpoint = {"path": str(tmp_path / "saved"), "every_steps": STEP, "keep": 9}
+    options = {"max_steps": 4, "stage": stage, "shoal": {"checkpoint": checkpoint, "average": {"decay": 0.9}}, **more}
+    task = CellTask(options, shape=shape, model=OfExperts, body=trains)
+    task = in_stages(task) if shape.pipeline > 1 else task
+    with crew_of("abcdefgh"[: 2 * shape.processes], replace(task, body=partial(asks, task.body))) as crew:
+        crew.train_to(1)
+        crew.kill("a")
+        crew.finish()
+    found = at(str(next((tmp_path / "saved").glob(f"step-{STEP:012d}-*"))), print)
+    for name, averaged in (("job", True), ("weights", False)):
+        export(found.reader(), tmp_path / "model.safetensors", None, averaged)
+        assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    assert (tmp_path / "job.safetensors").read_bytes() != (tmp_path / "weights.safetensors").read_bytes()
 
 
 @rule(

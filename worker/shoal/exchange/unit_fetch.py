@@ -31,7 +31,6 @@ from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.blocks.originals import Originals
-from shoal.blocks.segments import HeldWeights
 from shoal.blocks.shared_weights import NO_KEY, Key, MappedFlats, SeenWeights
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
@@ -157,7 +156,7 @@ class AverageFetch(UnitFetch):
 
 
 def answers_of(
-    traffic: UnitTraffic, boundaries: int, values: HeldWeights, lock: threading.Lock
+    traffic: UnitTraffic, boundaries: int, values: RangeValues, lock: threading.Lock
 ) -> Callable[[int, int], list[Tensor]]:  # each (elements,)
     """What this member sends to a rank that asks for a unit, by its number: `values` of blocks that it owns."""
 

@@ -1,16 +1,16 @@
 """Parts of the model that other coordinates of a cell have, where one member needs the whole: for an export.
 
 Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes: owners of the other
-coordinates' blocks answer beside their own work, with the weights as of the boundary at which the asker stands. One
-more number asks for checksums of the step's buffers: nothing says how those are cut, so all of a stage are to be alike;
-another one for the buffers of another stage. In stage 3 the one who answers for units answers for these too
-(gathered_units.py), by numbers that no unit has.
+coordinates' blocks answer beside their own work, with the weights as of the boundary at which the asker stands, or with
+their averages. One more number asks for checksums of the step's buffers: nothing says how those are cut, so all of a
+stage are to be alike; another one for the buffers of another stage. The one who answers for units (gathered_units.py),
+or for averages (`WholeOwner`), answers for these too, by numbers that none of them has.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shoal.blocks.flat import by_bucket, views
-from shoal.blocks.segments import HeldWeights
 from shoal.blocks.shared_weights import Key
 from shoal.blocks.values import RangeValues, WholeValues
 from shoal.cells.marks import local_of
@@ -30,38 +29,22 @@ from shoal.core.layout import Bucket
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
-from shoal.exchange.unit_fetch import WHERE, PutOwn, UnitFetch, UnitServer, answers_of, ask, server_in
+from shoal.exchange.unit_fetch import WHERE, UnitFetch, UnitServer, answers_of, ask, server_in
 from shoal.exchange.world import World
-from shoal.group.group import Group
+from shoal.group.group import WorldChanged
 from shoal.process.device import DeviceCopy
 from shoal.process.host_memory import ReusedMemory, tensor_bytes
 from shoal.state.half_floats import half_dtype
 from shoal.training.context import TrainingContext
-from shoal.training.whole_averages import AskedBucket
+from shoal.training.whole_averages import AskedBucket, WholeAverages
 
 SUMS_ASKED, BUFFERS_ASKED = WHERE - 1, WHERE - 2
 """In the place of a unit: checksums of the step's buffers, and these. Below them are the numbers of buckets."""
 
 
-def first_of(traffic: UnitTraffic) -> int:
-    """What the first bucket is asked for as."""
-    return BUFFERS_ASKED - traffic.units
-
-
-class PartFetch(UnitFetch):
-    """The same of buckets of another coordinate."""
-
-    def __init__(
-        self,
-        group: Group,
-        traffic: UnitTraffic,
-        key: Key,
-        flats: RangeValues,
-        put_own: PutOwn,
-        is_in_lane: Callable[[], bool],
-    ) -> None:
-        super().__init__(group, traffic, key, flats, put_own, is_in_lane)
-        self.first = first_of(traffic)
+def first_of(traffic: UnitTraffic, averaged: bool) -> int:
+    """What the first bucket is asked for as. `averaged`: its averages of weights."""
+    return BUFFERS_ASKED - (2 if averaged else 1) * traffic.units
 
 
 def are_joined(part: CellPart) -> bool:
@@ -73,17 +56,18 @@ class CellParts:
     """Of one worker."""
 
     def __init__(self, context: TrainingContext) -> None:
-        self._context, self._weights = context, HeldWeights(context.state.held.segments)
+        state, self._context = context.state, context
+        self._values: tuple[RangeValues, ...] = (state.weights, state.held.home.averages)
         self._traffic: UnitTraffic
         """Of the buckets that this coordinate has."""
         self._world: World
         self._key: Key
-        self._of_weights: Callable[[int, int], list[Tensor]]
+        self._answers: list[Callable[[int, int], list[Tensor]]]
+        """Of weights, and of averages of them."""
 
     def on_world(self, world: World) -> None:
         """A world has begun."""
         self._traffic = self._traffic_at(world, self._context.state.layout.part.coordinate)
-        self.stand(world)
 
     def _traffic_at(self, world: World, coordinate: int) -> UnitTraffic:
         layout = self._context.state.layout.at(coordinate)
@@ -94,33 +78,34 @@ class CellParts:
         """At the boundary at hand."""
         self._world, self._key = world, (world.plan.generation, self._context.boundaries)
         lock = self._context.state.held.segments.lock
-        self._of_weights = answers_of(self._traffic, self._key[1], self._weights, lock)
+        self._answers = [answers_of(self._traffic, self._key[1], values, lock) for values in self._values]
 
     def answer(self, peer: int, number: int) -> list[Tensor]:  # each (elements,)
-        """What a rank gets that asks for a bucket, for `SUMS_ASKED` or for `BUFFERS_ASKED`."""
+        """What a rank gets that asks for a bucket, its averages, `SUMS_ASKED` or `BUFFERS_ASKED`."""
         buffers = self._context.state.buffers.committed
         if number == SUMS_ASKED:
             return [_sums(buffers)]
         if number == BUFFERS_ASKED:
             return [_packed(buffers)]
-        return self._of_weights(peer, number - first_of(self._traffic))
+        averaged = number < first_of(self._traffic, averaged=False)
+        return self._answers[averaged](peer, number - first_of(self._traffic, averaged))
 
     # ---- what one asks for
 
-    def export(self, path: Path, reading: Reading) -> None:
+    def export(self, path: Path, reading: Reading, averaged: bool) -> None:
         """Writes the model in one process, as of the boundary at hand: the file that `shoal export` makes of it.
-        `reading`: of what this member's module has. Raises `WorldChanged`, and `UserError` for buffers that differ
-        between coordinates.
+        `reading`: of what this member's module has, which is averages of weights if `averaged`. Raises `WorldChanged`,
+        and `UserError` for buffers that differ between coordinates.
         """
         state = self._context.state
         frozen = {name: one for name, one in named_parameters(state.module) if not one.requires_grad}
         buffers = self._buffers()
         known = {name: Known(shape, dtype) for name, shape, dtype in state.layout.wholes()}
         known |= {name: Known(tuple(one.shape), one.dtype) for name, one in (*frozen.items(), *buffers.items())}
-        tensors = chain(self._parameters(reading), reading(list(frozen.values())), buffers.values())
+        tensors = chain(self._parameters(reading, averaged), reading(list(frozen.values())), buffers.values())
         write(path, known, tied_names(state.modules), tensors)
 
-    def _parameters(self, reading: Reading) -> Iterator[Tensor]:  # each of its own shape
+    def _parameters(self, reading: Reading, averaged: bool) -> Iterator[Tensor]:  # each of its own shape
         """In the order of the layout's wholes."""
         state, part = self._context.state, self._context.state.layout.part
         own, joined = by_bucket(state.layout, state.parameters), ReusedMemory()
@@ -132,13 +117,13 @@ class CellParts:
                 found.append(
                     (local_of(one.detach()) for one in reading(own[bucket.index]))
                     if is_here
-                    else views(bucket, self._bring(coordinate, bucket, memory[piece]))
+                    else views(bucket, self._bring(coordinate, bucket, averaged, memory[piece]))
                 )
             for slot, *parts in zip(bucket.slots, *found, strict=True):
                 yield from slot.parameter.joined(parts, part.experts, joined.take)
 
     def _bring(
-        self, coordinate: int, bucket: Bucket, memory: ReusedMemory
+        self, coordinate: int, bucket: Bucket, averaged: bool, memory: ReusedMemory
     ) -> Tensor:  # (elements,) of the bucket's dtype
         """A bucket as another coordinate has it, from its owners."""
         world, layout = self._world, self._context.state.layout.at(coordinate)
@@ -147,7 +132,8 @@ class CellParts:
             for one in layout.buckets
         ]
         values, traffic = WholeValues(layout, flats), self._traffic_at(world, coordinate)
-        fetch = PartFetch(world.group, traffic, self._key, values, _nothing_here, is_in_lane=bool)
+        fetch = UnitFetch(world.group, traffic, self._key, values, _nothing_here, is_in_lane=bool)
+        fetch.first = first_of(traffic, averaged)
         asked = AskedBucket(bucket.index)
         fetch.begin(asked)
         fetch.finish(asked)
@@ -202,16 +188,36 @@ def _packed(buffers: Mapping[str, Tensor]) -> Tensor:  # (bytes of all,) uint8
     return torch.cat([buffers[name].contiguous().view(-1).view(torch.uint8) for name in sorted(buffers)])
 
 
-class ServedParts(CellParts):
-    """Where nothing else is asked for: parameters are whole on every worker."""
+class WholeOwner:
+    """What this worker answers to others where parameters are whole on every worker: averages of weights, by the
+    numbers of buckets, and, by others, its part of the model. One of both there is.
+    """
 
-    _server: UnitServer | None = None
+    def __init__(self, context: TrainingContext, averages: WholeAverages | None, parts: CellParts | None) -> None:
+        self._context, self._averages, self._parts = context, averages, parts
+        self._server: UnitServer | None = None
+
+    def on_world(self, world: World) -> None:
+        """In this one from now on. Raises `WorldChanged`."""
+        for one in (self._averages, self._parts):
+            if one is not None:
+                one.on_world(world)
+        self._server = server_in(world.group, self._server)
+        self.stand(world)
 
     def stand(self, world: World) -> None:
-        """Raises `WorldChanged`."""
-        super().stand(world)
-        self._server = server_in(world.group, self._server)
-        self._server.open(self._key, self.answer)
+        """At the boundary at hand. Raises `WorldChanged`."""
+        for one in (self._averages, self._parts):
+            if one is not None:
+                one.stand(world)
+        assert self._server is not None
+        self._server.open((world.plan.generation, self._context.boundaries), self._answer)
+
+    def _answer(self, peer: int, number: int) -> Sequence[Tensor]:  # each (elements,)
+        asked = self._averages if number >= 0 else self._parts
+        if asked is None:
+            raise WorldChanged(f"rank {peer} asks for {number}, which there is not")
+        return asked.answer(peer, number)
 
 
 def _nothing_here(_: int) -> list[DeviceCopy]:

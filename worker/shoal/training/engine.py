@@ -31,7 +31,6 @@ from shoal.optim.hyper import set_turn
 from shoal.process.faults import Faults
 from shoal.session.link import Link
 from shoal.state.training_state import TrainingState
-from shoal.training.cell_parts import are_joined
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import reported_numbers
@@ -350,11 +349,6 @@ class Engine(Habits):
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         check_cuts(self.context.state.layout, "export the model")
-        if are_joined(self.context.state.layout.part) and self.context.config.average is not None:
-            raise UserError(
-                "engine.export is not supported yet where a cell's processes have parts of the model and averages of "
-                "its weights are kept; save a checkpoint, and export that by `shoal export`."
-            )
         if averaged:
             self.training.averages.check("engine.export(…, averaged=True)")
         self.training.ask(Request("export", AVERAGES_TO * averaged + str(path)), "engine.export")

@@ -37,7 +37,7 @@ from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.process.compiler import call_before_compiling, has_compiled
-from shoal.training.cell_parts import CellParts, ServedParts, are_joined
+from shoal.training.cell_parts import CellParts, WholeOwner, are_joined
 from shoal.training.context import NOTHING, TrainingContext
 from shoal.training.whole_averages import WholeAverages
 
@@ -152,10 +152,10 @@ class HandedParameters(Parameters):
         self._compiles = False
         """Whether the script has compiled anything, though the compiler may have forgotten it."""
         self._averages = WholeAverages(context) if context.config.average is not None else None
-        has_parts = self._averages is None and are_joined(state.layout.part)
-        self.parts = ServedParts(context) if has_parts else None
-        self._asked = self._averages or self.parts
-        """What others ask for here: averages, or parts of a cell."""
+        self.parts = CellParts(context) if are_joined(state.layout.part) else None
+        is_asked = self._averages is not None or self.parts is not None
+        self._owner = WholeOwner(context, self._averages, self.parts) if is_asked else None
+        """What answers others, where they ask for something: averages, or parts of a cell."""
 
     # ---- the steps of training
 
@@ -168,17 +168,17 @@ class HandedParameters(Parameters):
 
     def before_leaving(self, world: World) -> None:
         self.settle()
-        if self._asked is not None:  # callbacks of one member may have asked others until now
+        if self._owner is not None:  # callbacks of one member may have asked others until now
             world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def on_world(self, world: World) -> None:
         self._look_for_views()
-        if self._asked is not None:
-            self._asked.on_world(world)
+        if self._owner is not None:
+            self._owner.on_world(world)
 
     def on_boundary(self, world: World) -> None:
-        if self._asked is not None:
-            self._asked.stand(world)
+        if self._owner is not None:
+            self._owner.stand(world)
 
     def on_updated(self, hand_out: HandOut) -> Collection[int]:
         context = self._context

@@ -182,11 +182,11 @@ class Requests:
         if self._context.rank != 0:
             return
         path, parameters = request.detail.removeprefix(AVERAGES_TO), self._parameters
-        state = self._context.state
+        state, averaged = self._context.state, path != request.detail
         try:
-            with parameters.averaged(is_owed=True) if path != request.detail else NOTHING:
+            with parameters.averaged(is_owed=True) if averaged else NOTHING:
                 if parameters.parts is not None:
-                    parameters.parts.export(Path(path), parameters.reading)
+                    parameters.parts.export(Path(path), parameters.reading, averaged)
                 else:
                     export(state.module, Path(path), parameters.reading)
         except UserError as error:

@@ -16,8 +16,9 @@ from shoal.blocks.flat import Flats, empty_flats
 from shoal.blocks.shared_weights import Key
 from shoal.blocks.values import WholeValues
 from shoal.exchange.traffic import UnitTraffic
-from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of, server_in
+from shoal.exchange.unit_fetch import UnitFetch, answers_of
 from shoal.exchange.world import World
+from shoal.group.group import Answers
 from shoal.process.device import DeviceCopy
 from shoal.training.context import TrainingContext
 
@@ -40,24 +41,23 @@ class WholeAverages:
 
     def __init__(self, context: TrainingContext) -> None:
         self._context, self._averages = context, context.state.held.home.averages
-        self._server: UnitServer | None = None
         self._traffic: UnitTraffic | None = None
         self._world: World | None = None
         self._key: Key
+        self.answer: Answers
+        """What a rank gets that asks for a bucket."""
 
     def on_world(self, world: World) -> None:
-        """A world has begun. Raises `WorldChanged`."""
+        """A world has begun."""
         layout = self._context.state.layout
         self._traffic = UnitTraffic(world.plan, world.rank, layout, [(one.index,) for one in layout.buckets])
-        self._server = server_in(world.group, self._server)
-        self.stand(world)
 
     def stand(self, world: World) -> None:
-        """At the boundary at hand. Raises `WorldChanged`."""
-        assert self._traffic is not None and self._server is not None
+        """At the boundary at hand."""
+        assert self._traffic is not None
         self._world, self._key = world, (world.plan.generation, self._context.boundaries)
         lock = self._context.state.held.segments.lock
-        self._server.open(self._key, answers_of(self._traffic, self._key[1], self._averages, lock))
+        self.answer = answers_of(self._traffic, self._key[1], self._averages, lock)
 
     def bring(self) -> Flats:  # per bucket (elements,) of its dtype
         """A copy of all, as of the boundary at hand. Raises `WorldChanged`."""
