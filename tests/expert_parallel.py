@@ -110,6 +110,26 @@ class Divided(Whole):
         return super().forward(cut(tokens)[context.rank()], cut(targets)[context.rank()])
 
 
+class Counted(Inner):
+    """Which keeps a running mean of what it has seen, unlike that of any other expert."""
+
+    def __init__(self, group: CellGroup | None = None) -> None:
+        super().__init__(group)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.lerp_(hidden.mean(0), 0.5)
+        return super().forward(hidden)
+
+
+class Counting(Divided):
+    """Whose experts have a buffer each."""
+
+    def make_experts(self, _: nn.Module, **options: Any) -> MoE:
+        return super().make_experts(Counted(self.groups["tensor"]), **options)
+
+
 def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 

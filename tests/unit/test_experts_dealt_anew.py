@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from expert_parallel import BOTH, EXPERT, FOUR, OF_CONTEXTS, Divided, gradient_descent
+from expert_parallel import BOTH, EXPERT, EXPERTS, FOUR, OF_CONTEXTS, Counting, Divided, gradient_descent
 from pipeline_parallel import OF_EXPERTS, PIPELINE, in_stages, without_buffers
 from reshaped_jobs import found_in, reshaped, there_and_back
 from rule import Edit, holds, rule
@@ -52,17 +53,19 @@ class Stacked(nn.Module):
         Edit("shoal.checkpoint.other_shape", "for number in range(here)", "for number in range(count)"),
         Edit("shoal.core.cuts", "place, number = divmod(", "number, place = divmod("),
         Edit("shoal.checkpoint.other_shape", "here.piece(Division(by_expert=True)), here.experts", "0, here.experts"),
+        Edit("shoal.core.layout", "return name if place == self._place(coordinate) else None", "return name"),
     ],
 )
 @pytest.mark.parametrize(
     ("shape", "after", "model"),
     [
         (EXPERT, FOUR, Divided),
-        (BOTH, TWO, Divided),
+        (BOTH, TWO, Counting),
         (BOTH, Shape(tensor=4), Stacked),
         pytest.param(OF_CONTEXTS, FOUR, Divided, marks=check("as experts alone")),
         pytest.param(EXPERT, BOTH, Stacked, marks=check("as four places of tensor")),
-        pytest.param(FOUR, OF_CONTEXTS, Divided, marks=check("as experts alone")),
+        pytest.param(FOUR, OF_CONTEXTS, Counting, marks=check("as experts alone")),
+        pytest.param(BOTH, OF_CONTEXTS, Counting, marks=check("as many experts a place")),
         pytest.param(OF_EXPERTS, Shape(expert=4, pipeline=2), None, marks=check("with stages")),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
@@ -78,6 +81,9 @@ def test_a_shape_of_other_experts_and_back_is_the_same_checkpoint(
     old, new, back = (load_file(tmp_path / f"{name}.safetensors") for name in ("old", "new", "back"))
     assert old.keys() == new.keys() == back.keys()
     assert all(torch.equal(old[name], new[name]) and torch.equal(old[name], back[name]) for name in old)
+    seen = [value for name, value in old.items() if name.endswith(".seen")]
+    assert len(seen) == (EXPERTS if model is Counting else 0)
+    assert not any(torch.equal(one, other) for one, other in combinations(seen, 2))
 
 
 def trains(losses: list[float], engine: Any, batch: Any) -> None:
@@ -94,7 +100,7 @@ def test_a_job_goes_on_with_its_experts_on_other_places(before: Shape, after: Sh
     def task(shape: Shape, steps: int, losses: list[float], **checkpoint: Any) -> CellTask:
         options = {"max_steps": steps, "gradient_clipping": 0.0, "micro_batches_per_lane": 2 // shape.expert}
         options["shoal"] = {"checkpoint": checkpoint}
-        return CellTask(options, shape=shape, model=Divided, body=partial(trains, losses), optimizer=gradient_descent)
+        return CellTask(options, shape=shape, model=Counting, body=partial(trains, losses), optimizer=gradient_descent)
 
     whole, rest = list[float](), list[float]()
     with crew_of("ab"[: before.processes], task(before, 6, whole)) as crew:
@@ -168,9 +174,24 @@ class Unlike(Divided):
         return layer
 
 
+class UnlikeBuffers(Divided):
+    """One of its experts has a buffer."""
+
+    def make_experts(self, expert: nn.Module, **options: Any) -> MoE:
+        layer = super().make_experts(expert, **options)
+        layer.deepspeed_moe.experts.deepspeed_experts[0].register_buffer("more", torch.ones(1))
+        return layer
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "sizes", "words"),
     [
+        (
+            UnlikeBuffers,
+            EXPERT,
+            "--expert 4",
+            r'buffer "moe\..*\.0\.more" is one of some experts of a list',
+        ),
         (Divided, EXPERT, "--expert 3", r"its experts moe\..*\.0 to moe\..*\.3 are 4, which do not divide among 3"),
         (Divided, EXPERT, "--expert 2", "it is of the shape expert 2 already"),
         (

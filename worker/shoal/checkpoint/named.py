@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 
 import torch
 from shoal_protos.errors import UserError
@@ -20,7 +20,7 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, slots_of_all_stages
 from shoal.core.misses import Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
@@ -42,9 +42,10 @@ def names(manifest: Manifest) -> dict[str, Known]:
     """All tensors of the model, of all stages: trained parameters, frozen ones, persistent buffers."""
     found = {name: Known(shape, dtype) for name, shape, dtype in manifest.blocks.wholes()}
     beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
-    for name in manifest.buffers:
-        places = (buffer_tensor(name, coordinate) for coordinate in range(manifest.layout.coordinates))
-        beside[name] = next(manifest.tensors[place][1] for place in places if place in manifest.tensors)
+    lists = ListsOfExperts(manifest.blocks)
+    for coordinate, name in product(range(manifest.layout.coordinates), manifest.buffers):
+        if (tensor := buffer_tensor(name, coordinate)) in manifest.tensors:
+            beside.setdefault(lists.whole_name(name, coordinate), manifest.tensors[tensor][1])
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 
@@ -85,13 +86,14 @@ def _with_parts(reader: Reader, stage: int, bucket: Bucket) -> list[Reader]:
 
 
 def _buffers(reader: Reader) -> dict[str, Tensor]:
-    """What all coordinates of a cell that have it have alike. Raises `UserError`."""
-    found: dict[str, Tensor] = {}
+    """What all coordinates of a cell that have it have alike, as in one process. Raises `UserError`."""
+    found, lists = dict[str, Tensor](), ListsOfExperts(reader.manifest.blocks)
     for coordinate in range(reader.blocks.part.coordinates):
         for name, value in reader.at(coordinate).buffers().items():
-            first = found.setdefault(name, value)
-            check_alike(name, bytes(tensor_bytes(value)) == bytes(tensor_bytes(first)), reader.where)
-    return {name: found[name] for name in reader.manifest.buffers}
+            whole = lists.whole_name(name, coordinate)
+            first = found.setdefault(whole, value)
+            check_alike(whole, bytes(tensor_bytes(value)) == bytes(tensor_bytes(first)), reader.where)
+    return found
 
 
 def check_cuts(layout: Layout, purpose: str) -> None:

@@ -30,7 +30,7 @@ from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.core.cell_part import COMMON, WHOLE, Division
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, Slot, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, Slot, slots_of_all_stages
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 
@@ -264,6 +264,9 @@ def take_by_name(reader: Reader, module: nn.Module, layout: Layout, allow: Seque
     mine = (slot.parameter for bucket in layout.buckets for slot in bucket.slots)
     here = {one.name: one.whole_names(part.experts)[part.piece(Division(by_expert=True))]
             for one in mine if one.is_one_of_several}  # fmt: skip
+    lists = ListsOfExperts(layout)
+    wholes = {name: lists.whole_name(name, part.coordinate) for name in persistent_buffers(module)}
+    here |= {name: whole for name, whole in wholes.items() if name != whole}
     local = {name: name for name in of_whole if name not in here} | here
     taken = TakenTensors(reader, {name: of_whole[one] for name, one in local.items() if one in of_whole}, layout)
     has_optimizer = taken.has_states and not (matched.new or matched.missing)
@@ -284,8 +287,11 @@ def _whole_model(module: nn.Module, layout: Layout) -> dict[str, Shape]:
         one = trained.get(name)
         shape = tuple(tensor.shape) if one is None else one.whole_shape(parts, experts)
         found |= dict.fromkeys([name] if one is None else one.whole_names(experts), shape)
+    lists = ListsOfExperts(layout)
     for place in places:
-        found |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(place).items()}
+        for name, buffer in persistent_buffers(place).items():
+            wholes = [lists.whole_name(name, coordinate) for coordinate in range(layout.part.coordinates)]
+            found |= dict.fromkeys(wholes, tuple(buffer.shape))
     return found
 
 

@@ -244,12 +244,6 @@ def _laid_out(stages: Sequence[Sequence[Trainable]], cell: CellPart) -> Layout:
 # ---- where values are
 
 
-def lists_of_experts(layout: Layout) -> set[str]:
-    """What names of all begin with that are of experts in lists."""
-    parameters = (slot.parameter for slot in slots_of_all_stages(layout))
-    return {one.dealt.list_of(one.name) for one in parameters if one.dealt is not None and one.dealt.is_named}
-
-
 class OldNames:
     """Under which names a layout has what another one has of the same model."""
 

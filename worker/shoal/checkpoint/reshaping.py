@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
-from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, lists_of_experts, number_of, place_of
+from shoal.checkpoint.other_shape import OldNames, Recut, in_shape, number_of, place_of
 from shoal.checkpoint.reader import Reader, are_alike
 from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import PARAMETERS, READ_BYTES, Kind, MadeContent, Small, made_content
@@ -33,7 +33,7 @@ from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.cell_part import CellPart, Division
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Missed, Misses, MissRun
 from shoal.process.host_memory import tensor_bytes
@@ -78,6 +78,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         known = {field: getattr(old, field) for field in Manifest.model_fields}
         draft = Manifest(**known | {
             "release": RELEASE, "layout": LayoutEntry.of(layout, tied), "missed": missed,
+            "buffers": tuple(dict.fromkeys(name for name, _ in buffers)),
             "frozen": _frozen(found, storage, incarnation), "files": (),
         })  # fmt: skip
         commit(storage, name.folder, draft, files)
@@ -248,28 +249,35 @@ Buffers = Mapping[tuple[str, int], str]
 
 
 def _buffers(old: Manifest, layout: Layout, where: str) -> Buffers:
-    """For every coordinate of the new shape. Raises `UserError` for one that processes of a stage have not alike."""
-    found, there, here = {}, old.blocks.part, layout.part
-    lists = lists_of_experts(old.blocks) if there.experts != here.experts else ()
-    for name, stage in product(old.buffers, range(there.stages)):
-        if any(name.startswith(start) for start in lists):
-            raise UserError(
-                f'cannot reshape {where}: buffer "{name}" is one of an expert, which is not dealt anew; make it one '
-                "that is not persistent."
-            )
-        mates = replace(there, coordinate=stage * there.of_stage).mates
-        if not any(buffer_tensor(name, one) in old.tensors for one in mates):
-            continue  # of another stage
-        place = stage if there.stages == here.stages else place_of(name, here.stages)
+    """For every coordinate of the new shape. Raises `UserError` for one that processes of a stage have not alike, or
+    only some experts of a list.
+    """
+    found, there, here = dict[tuple[str, int], str](), old.blocks.part, layout.part
+    before, after = ListsOfExperts(old.blocks), ListsOfExperts(layout)
+    sources = defaultdict[tuple[str, int], dict[int, str]](dict)
+    for coordinate, name in product(range(there.coordinates), old.buffers):
+        if (tensor := buffer_tensor(name, coordinate)) in old.tensors:
+            sources[before.whole_name(name, coordinate), coordinate // there.of_stage][coordinate] = tensor
+    for (whole, stage), tensors in sources.items():
+        place = stage if there.stages == here.stages else place_of(whole, here.stages)
         for coordinate in replace(here, coordinate=place * here.of_stage).mates:
-            same = mates[coordinate % here.parts :: there.parts] if here.parts == there.parts else mates
-            alike = [some for some in (mates, same) if _are_equal(old, [buffer_tensor(name, one) for one in some])]
+            local, part = after.name_at(whole, coordinate), coordinate % here.parts
+            if local is None:
+                continue
+            same = [tensor for one, tensor in tensors.items() if here.parts != there.parts or one % there.parts == part]
+            alike = [some for some in ([*tensors.values()], same) if _are_equal(old, some)]
             if not alike:
                 raise UserError(
-                    f'cannot reshape {where}: buffer "{name}" differs between the processes of a cell, and nothing '
+                    f'cannot reshape {where}: buffer "{whole}" differs between the processes of a cell, and nothing '
                     "says how it is cut; give it what all have alike, or make it one that is not persistent."
                 )
-            found[name, coordinate] = buffer_tensor(name, alike[0][0])
+            found[local, coordinate] = alike[0][0]
+    for name, coordinate in found:
+        if any((name, one) not in found for one in replace(here, coordinate=coordinate).mates):
+            raise UserError(
+                f'cannot reshape {where}: buffer "{name}" is one of some experts of a list, and others have none such; '
+                "expected experts that are alike."
+            )
     return found
 
 

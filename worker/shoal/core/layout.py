@@ -418,6 +418,42 @@ def slots_of_all_stages(layout: Layout) -> Iterator[Slot]:
     return (slot for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
 
 
+class ListsOfExperts:
+    """Modules in lists that are experts, as the marks of their parameters say: what else they have, as buffers, is
+    numbered and dealt with them. Of a layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        every = ((slot.parameter.name, slot.parameter.dealt) for slot in slots_of_all_stages(layout))
+        self._counts = {
+            dealt.list_of(name): dealt.of_place for name, dealt in every if dealt is not None and dealt.is_named
+        }
+        self._part = layout.part
+
+    def whole_name(self, name: str, coordinate: int) -> str:
+        """In one process, of what a coordinate has under this name."""
+        dealt = self._dealt(name)
+        return name if dealt is None else dealt.whole_name(name, self._place(coordinate))
+
+    def name_at(self, whole: str, coordinate: int) -> str | None:
+        """Where a coordinate has what has this name in one process; None: another place of the experts has it."""
+        dealt = self._dealt(whole)
+        if dealt is None:
+            return whole
+        place, name = dealt.found(whole, dealt.of_place)
+        return name if place == self._place(coordinate) else None
+
+    def _dealt(self, name: str) -> Dealt | None:
+        for start, count in self._counts.items():
+            number, *rest = name.removeprefix(start).split(".")
+            if name.startswith(start) and number.isdecimal():
+                return Dealt(level=len(rest), of_place=count)
+        return None
+
+    def _place(self, coordinate: int) -> int:
+        return replace(self._part, coordinate=coordinate).piece(Division(by_expert=True))
+
+
 def overlaps(stretches: Sequence[Stretch], held: Stretch) -> list[Stretch]:
     """What of one stretch is in a set of them, which ascend."""
     found = []
