@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from checkpoints import save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew
 from expert_parallel import BOTH as OF_BOTH
-from expert_parallel import EXPERT, EXPERTS
+from expert_parallel import EXPERT, EXPERTS, Counting
 from expert_parallel import Divided as OfExperts
 from expert_parallel import Whole as WholeOfExperts
 from hypothesis import given, settings
@@ -138,26 +139,26 @@ def test_a_checkpoint_of_a_pipeline_is_exported_with_all_stages(shape: Shape, tm
 
 @holds("An export of a job of cells has the whole")
 @pytest.mark.parametrize(
-    ("shape", "stage"),
+    ("shape", "stage", "model"),
     [
-        (PIPELINE, 1),
-        (EXPERT, 2),
-        pytest.param(SQUARE, 3, marks=check("with parts besides")),
-        pytest.param(OF_BOTH, 3, marks=check("with parts besides")),
-        pytest.param(OF_EXPERTS, 1, marks=check("as of a pipeline alone")),
+        (PIPELINE, 1, OfExperts),
+        (EXPERT, 2, Counting),
+        pytest.param(SQUARE, 3, OfExperts, marks=check("with parts besides")),
+        pytest.param(OF_BOTH, 3, Counting, marks=check("with parts besides")),
+        pytest.param(OF_EXPERTS, 1, OfExperts, marks=check("as of a pipeline alone")),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_a_job_exports_the_very_file_that_is_exported_of_its_checkpoint(
-    shape: Shape, stage: int, tmp_path: Path
+    shape: Shape, stage: int, model: Any, tmp_path: Path
 ) -> None:
-    """Stages, parts and experts that other processes have, and buffers of stages."""
+    """Stages, parts and experts that other processes have, and buffers of both."""
 
     def after(engine: Engine) -> None:
         engine.export(tmp_path / "job.safetensors")
 
     shoal = {"checkpoint": {"path": str(tmp_path / "saved"), "every_steps": STEP}}
-    task = CellTask({"max_steps": STEP, "stage": stage, "shoal": shoal}, shape=shape, model=OfExperts, after=after)
+    task = CellTask({"max_steps": STEP, "stage": stage, "shoal": shoal}, shape=shape, model=model, after=after)
     if shape.pipeline > 1:
         task = in_stages(task) if shape.expert == 1 else replace(in_stages(task), model=without_buffers)
     with crew_of("abcdefgh"[: shape.processes], task) as crew:
@@ -165,6 +166,9 @@ def test_a_job_exports_the_very_file_that_is_exported_of_its_checkpoint(
     found = at(str(next((tmp_path / "saved").glob("step-*"))), print)
     export(found.reader(), tmp_path / "model.safetensors", None)
     assert (tmp_path / "job.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    seen = [value for name, value in load_file(tmp_path / "job.safetensors").items() if name.endswith(".seen")]
+    assert len(seen) == (EXPERTS if model is Counting else 0)
+    assert not any(torch.equal(one, other) for one, other in combinations(seen, 2))
 
 
 @holds("An export of a job of cells has the whole")

@@ -3,8 +3,9 @@
 Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes: owners of the other
 coordinates' blocks answer beside their own work, with the weights as of the boundary at which the asker stands, or with
 their averages. One more number asks for checksums of the step's buffers: nothing says how those are cut, so all of a
-stage are to be alike; another one for the buffers of another stage. The one who answers for units (gathered_units.py),
-or for averages (`WholeOwner`), answers for these too, by numbers that none of them has.
+stage are to be alike but for those of experts; another one for the buffers of another stage, or of other experts. The
+one who answers for units (gathered_units.py), or for averages (`WholeOwner`), answers for these too, by numbers that
+none of them has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.blocks.flat import by_bucket, views
 from shoal.blocks.shared_weights import Key
@@ -25,7 +26,7 @@ from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.model_export import Reading, write
 from shoal.checkpoint.named import Known, check_alike, tied_names
 from shoal.core.cell_part import CellPart, Division
-from shoal.core.layout import Bucket
+from shoal.core.layout import Bucket, ListsOfExperts
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
@@ -84,7 +85,7 @@ class CellParts:
         """What a rank gets that asks for a bucket, its averages, `SUMS_ASKED` or `BUFFERS_ASKED`."""
         buffers = self._context.state.buffers.committed
         if number == SUMS_ASKED:
-            return [_sums(buffers)]
+            return [_sums(dict(sorted(buffers.items())))]
         if number == BUFFERS_ASKED:
             return [_packed(buffers)]
         averaged = number < first_of(self._traffic, averaged=False)
@@ -140,27 +141,41 @@ class CellParts:
         return flats[bucket.index]
 
     def _buffers(self) -> dict[str, Tensor]:  # each of its own shape
-        """Those of all stages. Raises `UserError` where another part of a stage has others."""
+        """Those of all stages and experts. Raises `UserError` where another part of a stage has others."""
         state, part, found = self._context.state, self._context.state.layout.part, dict[str, Tensor]()
+        lists, order = ListsOfExperts(state.layout), dict[str, None]()
         for stage, module in enumerate(state.modules):
-            buffers = {name: self._empty(one) for name, one in sorted(persistent_buffers(module).items())}
-            first, *others = part.firsts(stage, Division(by_expert=True, by_tensor=True)) if buffers else (0,)
-            if stage == part.place:
-                buffers = {name: state.buffers.committed[name] for name in buffers}
-                others = [one for one in (first, *others) if one != part.coordinate] if buffers else []
-            elif buffers:
-                packed = self._asked(first, BUFFERS_ASKED, _packed(buffers))
-                spans = packed.split([one.nbytes for one in buffers.values()])
-                for one, span in zip(buffers.values(), spans, strict=True):
-                    one.copy_(span.view(one.dtype).view(one.shape) if one.numel() else one)
-            mine = _sums(buffers)
-            for coordinate in others:
-                theirs = self._asked(coordinate, SUMS_ASKED, mine)
-                for at, name in enumerate(buffers):
-                    place = slice(at * CHECKSUM_BYTES, (at + 1) * CHECKSUM_BYTES)
-                    check_alike(name, torch.equal(mine[place], theirs[place]), "the model")
-            found |= {name: buffers[name] for name in persistent_buffers(module)}
-        return found
+            names = list(persistent_buffers(module))
+            firsts = part.firsts(stage, Division(by_expert=True, by_tensor=True)) if names else []
+            here = [part.coordinate] if names and stage == part.place else []
+            for coordinate in dict.fromkeys([*here, *firsts]):
+                wholes = {name: lists.whole_name(name, coordinate) for name in sorted(names)}
+                if all(whole in found for whole in wholes.values()):
+                    self._check_alike(coordinate, {whole: found[whole] for whole in wholes.values()})
+                    continue
+                for name, value in self._buffers_at(coordinate, module).items():
+                    first = found.setdefault(wholes[name], value)
+                    check_alike(wholes[name], tensor_bytes(first) == tensor_bytes(value), "the model")
+            order |= {lists.whole_name(name, one): None for one in firsts for name in names}
+        return {whole: found[whole] for whole in order}
+
+    def _buffers_at(self, coordinate: int, module: nn.Module) -> dict[str, Tensor]:  # each of its own shape
+        """Those that a coordinate has. `module`: of its stage."""
+        if coordinate == self._context.state.layout.part.coordinate:
+            return self._context.state.buffers.committed
+        buffers = {name: self._empty(one) for name, one in sorted(persistent_buffers(module).items())}
+        spans = self._asked(coordinate, BUFFERS_ASKED, _packed(buffers)).split([one.nbytes for one in buffers.values()])
+        for one, span in zip(buffers.values(), spans, strict=True):
+            one.copy_(span.view(one.dtype).view(one.shape) if one.numel() else one)
+        return buffers
+
+    def _check_alike(self, coordinate: int, buffers: Mapping[str, Tensor]) -> None:
+        """Raises `UserError` where a coordinate has others. `buffers`: in the order of their names there."""
+        mine = _sums(buffers)
+        theirs = self._asked(coordinate, SUMS_ASKED, mine)
+        for at, name in enumerate(buffers):
+            place = slice(at * CHECKSUM_BYTES, (at + 1) * CHECKSUM_BYTES)
+            check_alike(name, torch.equal(mine[place], theirs[place]), "the model")
 
     def _empty(self, buffer: Tensor) -> Tensor:  # of its shape
         """For a buffer of any stage: those of others were not rounded."""
@@ -178,8 +193,8 @@ class CellParts:
 
 
 def _sums(buffers: Mapping[str, Tensor]) -> Tensor:  # (CHECKSUM_BYTES × buffers,) uint8, or of one byte
-    """By name."""
-    found = b"".join(checksum(tensor_bytes(buffers[name])) for name in sorted(buffers))
+    """In their order."""
+    found = b"".join(checksum(tensor_bytes(one)) for one in buffers.values())
     return torch.frombuffer(bytearray(found or b"\0"), dtype=torch.uint8)
 
 
