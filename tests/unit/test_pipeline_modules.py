@@ -266,6 +266,23 @@ def test_all_go_back_to_a_checkpoint_within_a_train_batch_and_no_bit_changes(tmp
 # ---- evaluations
 
 
+def test_an_evaluation_that_one_stage_alone_makes_fails_the_job_with_what_the_script_has_called() -> None:
+    def of_stage_0(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = engine_over(elastic, before)
+        held_out = RepeatingLoader(DataLoader(Fixed(SAMPLES)))
+        for call in range(1, STEPS + 1):
+            engine.train_batch()
+            if call == 3 and engine.is_first_stage():
+                engine.eval_batch(held_out)
+
+    with crew_of("abcd", replace(task_of(), loop=of_stage_0)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+        assert crew.job.durable.phase.value == "failed"
+        reason = crew.job.durable.reason
+    assert "coordinate 0 is in engine.eval_batch, and coordinate 1 is in engine.train_batch;" in reason
+
+
 def held_out_loss(engine: Engine) -> float:
     """Of all samples, in one process."""
     data = Fixed(SAMPLES)

@@ -8,6 +8,7 @@ for the tensors that carry the bytes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -50,20 +51,30 @@ class LoopPlace(IntEnum):
     RUN = 6
 
     @property
-    def words(self) -> str:
-        """For a sentence."""
-        return _WHERE[self]
-
-    @property
     def is_in_lane(self) -> bool:
         """Whether a micro-batch is trained there."""
         return self not in (LoopPlace.EVALUATION, LoopPlace.BETWEEN)
 
 
-_WHERE = (
-    "in a lane", "in an evaluation", "between engine.step and the next batch", "in engine.backward",
-    "in engine.backward(more=True)", "in engine.skip", "in engine.run",
-)  # fmt: skip
+PlaceWords = Mapping[LoopPlace, str]
+"""How sentences name the places of a loop: by what the script calls there."""
+OF_LOOPS: PlaceWords = {
+    LoopPlace.LANE: "in a lane",
+    LoopPlace.EVALUATION: "in an evaluation",
+    LoopPlace.BETWEEN: "between engine.step and the next batch",
+    LoopPlace.BACKWARD: "in engine.backward",
+    LoopPlace.BACKWARD_OF_MORE: "in engine.backward(more=True)",
+    LoopPlace.SKIP: "in engine.skip",
+    LoopPlace.RUN: "in engine.run",
+}
+OF_WHOLE_STEPS: PlaceWords = {
+    **OF_LOOPS,
+    LoopPlace.EVALUATION: "in engine.eval_batch",
+    LoopPlace.BETWEEN: "between two calls of engine.train_batch",
+    LoopPlace.BACKWARD: "in engine.train_batch",
+    LoopPlace.RUN: "in engine.train_batch",
+}
+"""Of a script that makes whole steps by calls."""
 
 
 class Op(IntEnum):
@@ -184,22 +195,21 @@ def compared(
     theirs: Tensor,  # (32,) uint8
     here: int,
     there: int,
+    words: PlaceWords = OF_LOOPS,
 ) -> str:
     """Why two members do not make the same collective, or are at different places, the same words on both; empty where
-    they do not differ. `here`, `there`: their coordinates.
+    they do not differ. `here`, `there`: their coordinates. `words`: how places are named.
     """
     own, other = CONTENT.unpack(mine.numpy().tobytes()), CONTENT.unpack(theirs.numpy().tobytes())
     number, kind, op, dtype, place, sent, awaited, group, root = other
     if own == (number, kind, op, dtype, place, awaited, sent, group, root):
         return ""
     first, second = sorted(((here, own), (there, other)))
+    both = f"coordinate {first[0]} {_act(first[1], words)}, and coordinate {second[0]}"
     if Kind.MEETING in (own[1], kind):
-        sentence, both = AT_DIFFERENT_PLACES, f"{_act(first[1])}, and coordinate {second[0]} {_act(second[1])}"
-    else:
-        sentence, both = DIFFERENT_COLLECTIVES, f"{_act(first[1])}, and coordinate {second[0]} {_sentence(second[1])}"
-        if own[7] != group:
-            both += ", in another process group"
-    return sentence.format(f"coordinate {first[0]} {both}")
+        return AT_DIFFERENT_PLACES.format(f"{both} {_act(second[1], words)}")
+    elsewhere = ", in another process group" if own[7] != group else ""
+    return DIFFERENT_COLLECTIVES.format(f"{both} {_sentence(second[1], words)}{elsewhere}")
 
 
 DIFFERENT_COLLECTIVES = (
@@ -212,16 +222,16 @@ AT_DIFFERENT_PLACES = (
 )
 
 
-def _act(content: tuple[int, ...]) -> str:
+def _act(content: tuple[int, ...], words: PlaceWords) -> str:
     is_meeting = content[1] == Kind.MEETING
-    return f"is {_where(content[4])}" if is_meeting else f"makes {_sentence(content)}"
+    return f"is {_where(content[4], words)}" if is_meeting else f"makes {_sentence(content, words)}"
 
 
-def _where(place: int) -> str:
-    return LoopPlace(place).words if place < len(LoopPlace) else f"at place {place}"
+def _where(place: int, words: PlaceWords) -> str:
+    return words[LoopPlace(place)] if place < len(LoopPlace) else f"at place {place}"
 
 
-def _sentence(content: tuple[int, ...]) -> str:
+def _sentence(content: tuple[int, ...], words: PlaceWords) -> str:
     """Also of a content that no member of this release tells."""
     number, kind, op, dtype, place, sent, awaited, _, root = content
     name = _name_of(dtype)
@@ -230,7 +240,7 @@ def _sentence(content: tuple[int, ...]) -> str:
     by = f" ({Op(op).name if op < len(Op) else f'unknown, {op}'})" if op != Op.NONE else ""
     rooted = f" with root {root}" if root != NO_ROOT else ""
     nth = f"as number {number} of its process group in this world"
-    return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {_where(place)}"
+    return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {_where(place, words)}"
 
 
 def _name_of(dtype: int) -> str:

@@ -26,7 +26,7 @@ from shoal_protos.shape import Shape
 from shoal_protos.training_log import get_logger
 from torch import Tensor
 
-from shoal.cells.call import CONTENT, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
+from shoal.cells.call import CONTENT, OF_LOOPS, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
 from shoal.cells.collectives import Collective, Round, all_gather, all_reduce, broadcast, meeting
 from shoal.group.group import RESERVED_TAGS, Group, Work, WorldChanged
 
@@ -78,6 +78,8 @@ class CellHub:
         """Whether a collective of the present lane has failed, or its lane is made void: all are answered from here."""
         self.where, self._is_first = LoopPlace.LANE, True
         """Where the script is, and whether it has made no collective of the whole cell there."""
+        self.words = OF_LOOPS
+        """What the script calls there, the same on all members."""
         self.exchanges_tokens = shape.context == 1
         """Whether a lane has made a call over the contexts, as attention to others' tokens needs one."""
         self.wait_seconds = 0.0
@@ -456,10 +458,10 @@ class Doing:
         self._wait(world.group, self._calling)
         place, (calls, self._calls) = self._place, (self._calls, [])
         for peer, content in calls:
-            difference = compared(self._call(peer), content, place.hub.coordinate, place.coordinates[peer])
-            if difference:
-                world.difference = difference
-                raise UserError(difference)
+            hub, there = place.hub, place.coordinates[peer]
+            world.difference = compared(self._call(peer), content, hub.coordinate, there, hub.words)
+            if world.difference:
+                raise UserError(world.difference)
 
     def _fail(self, failure: WorldChanged) -> None:
         """The lane is void, and this is answered from here. Raises it in the engine's own frames."""

@@ -18,6 +18,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 from torch.utils.data import Subset
 
+from shoal.cells.call import OF_WHOLE_STEPS
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.own_loader import FedLoaders, Feed, watch
@@ -74,6 +75,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._batch_fn: Callable[[Any], Any] = _as_it_is
         self._labels: Any = None
         self._schedule = self._made_schedule() if module.num_stages > 1 else None
+        if (hub := elastic.context.hub) is not None:
+            hub.words = OF_WHOLE_STEPS
 
     # ---- a step
 
