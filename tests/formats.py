@@ -239,7 +239,7 @@ def _store() -> Iterator[str]:
     from shoal_controller.core.machine import stored_form
     from shoal_controller.core.machine.durable import Durable
     from shoal_controller.jobs import records
-    from shoal_controller.launchers.process import ProcessRecord
+    from shoal_controller.launchers.process_records import ProcessRecord
     from shoal_controller.leadership import election, introductions
     from shoal_controller.store import database
 

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import pytest
 from integration.local_processes import SECONDS, SLEEPER, Controller, ended, spec, until, with_controller, written
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.process import Process, ProcessRecords
+from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process_records import ProcessRecords
 from shoal_protos.errors import StoreError
 
 

@@ -33,7 +33,8 @@ from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.launchers.process import Process, ProcessRecords
+from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process_records import ProcessRecords
 from shoal_protos.errors import NotFound, StoreError, UserError
 from tiers import promise
 

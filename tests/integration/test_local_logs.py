@@ -12,7 +12,7 @@ from rule import Edit, holds, rule
 
 @holds("A worker's log stays bounded")
 def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal_controller.launchers.process.LOG_BYTES", 10_000)
+    monkeypatch.setattr("shoal_controller.launchers.process_records.LOG_BYTES", 10_000)
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:
@@ -40,7 +40,7 @@ def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch
 def test_logs_of_workers_that_have_ended_are_bounded_and_one_that_failed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal_controller.launchers.process.ENDED_LOGS", 1)
+    monkeypatch.setattr("shoal_controller.launchers.process_records.ENDED_LOGS", 1)
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:

@@ -16,7 +16,7 @@ from integration.local_processes import (
     until,
     with_controller,
 )
-from shoal_controller.launchers.process import ProcessRecord, ProcessRecords
+from shoal_controller.launchers.process_records import ProcessRecord, ProcessRecords
 
 
 class SlowDisk:

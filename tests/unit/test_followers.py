@@ -22,7 +22,7 @@ ALL = EventFilter(frozenset(), None)
     "which leaves connections for others",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.launchers.process", "        os.truncate(log, 0)\n", ""),
+        Edit("shoal_controller.launchers.process_records", "        os.truncate(log, 0)\n", ""),
         Edit(
             "shoal_controller.api.stream",
             "        if readers.total() >= MOST_FOLLOWERS:\n",

@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from shoal_controller.launchers import process
-from shoal_controller.launchers.process import ProcessRecord, ProcessRecords
+from shoal_controller.launchers import process_records
+from shoal_controller.launchers.process_records import ProcessRecord, ProcessRecords
 
 RECORD = ProcessRecord("w0", 4711, 12.5, "boot", 0, run="run-1")
 
@@ -76,7 +76,7 @@ def logs(records: ProcessRecords) -> list[str]:
 def test_of_workers_that_have_ended_the_last_logs_stay_and_those_of_workers_that_failed(
     ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "ENDED_LOGS", 2)
+    monkeypatch.setattr(process_records, "ENDED_LOGS", 2)
     ended.log("w3").with_suffix(".log.1").write_text("before")
     ended.prune(others=())
     assert logs(ended) == ["w0.log", "w1.log", "w4.log", "w5.log"]
@@ -87,7 +87,7 @@ def test_of_workers_that_have_ended_the_last_logs_stay_and_those_of_workers_that
 def test_logs_of_workers_that_live_are_neither_removed_nor_counted(
     ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "ENDED_LOGS", 1)
+    monkeypatch.setattr(process_records, "ENDED_LOGS", 1)
     ended.prune(others={"w2", "w5"})
     assert logs(ended) == ["w0.log", "w1.log", "w2.log", "w4.log", "w5.log"]
 
@@ -95,7 +95,7 @@ def test_logs_of_workers_that_live_are_neither_removed_nor_counted(
 def test_beyond_so_many_bytes_the_oldest_logs_go_whatever_they_are(
     ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "ENDED_LOG_BYTES", 350)
+    monkeypatch.setattr(process_records, "ENDED_LOG_BYTES", 350)
     ended.log("w4").with_suffix(".log.1").write_text("x" * 100)
     ended.prune(others=())
     assert logs(ended) == ["w4.log", "w4.log.1", "w5.log"]

@@ -16,7 +16,7 @@ from shoal_protos.errors import ShoalError, StoreError
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.events import Exited
-from shoal_controller.launchers.process import ProcessRecord, ProcessRecords
+from shoal_controller.launchers.process_records import ProcessRecord, ProcessRecords
 from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged
 
 REPORT_SECONDS = 5.0

@@ -29,15 +29,8 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.end_reports import EndReports, Name, Submit
 from shoal_controller.launchers.launcher import JoinTokens
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.launchers.process import (
-    Process,
-    ProcessRecord,
-    ProcessRecords,
-    WarmProcesses,
-    boot_id,
-    can_be_warm,
-    reap_orphans,
-)
+from shoal_controller.launchers.process import Process, WarmProcesses, can_be_warm, reap_orphans
+from shoal_controller.launchers.process_records import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.process.devices import VISIBLE_DEVICES
 from shoal_controller.process.private_files import make_private_folder
 from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged

@@ -15,7 +15,8 @@ from pathlib import Path
 import structlog
 from shoal_protos.errors import UserError
 
-from shoal_controller.launchers.process import Process, ProcessRecord, ProcessRecords, boot_id
+from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process_records import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.process.owner import Owner
 
 log = structlog.get_logger("shoal.launcher")

@@ -1,6 +1,6 @@
 """Who a controller is to those after it: the store that it led with, which no copy, backup or second mount of it is.
 
-Records of workers name it (`launchers/process.py`), and `launchers/ownership.py` compares. Linux only.
+Records of workers name it (`launchers/process_records.py`), and `launchers/ownership.py` compares. Linux only.
 """
 
 from __future__ import annotations
