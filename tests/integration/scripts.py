@@ -261,6 +261,31 @@ def train_and_die_writing(result: str, **options: Any) -> None:
     train(result, **options)
 
 
+def train_beside_a_slow_one(result: str, slow: str, well: str, **options: Any) -> None:
+    """`train`; a lane takes worker `slow` twelve times as long while the file `well` is not there. Who has no lanes
+    rehearses one soon, and prints it.
+    """
+    from shoal.training import telemetry
+
+    telemetry.REHEARSAL_STEPS = 10
+    if os.environ.get("SHOAL_WORKER_ID") == slow:
+        hold = Brake.hold
+
+        def slowly(brake: Brake, step: int) -> None:
+            for _ in range(1 if Path(well).exists() else 12):
+                hold(brake, step)
+
+        Brake.hold = slowly  # type: ignore[method-assign]
+        end_rehearsal = telemetry.LaneClock.end_rehearsal
+
+        def end(clock: Any, micro_batches: int) -> None:
+            end_rehearsal(clock, micro_batches)
+            print("a lane is rehearsed", flush=True)
+
+        telemetry.LaneClock.end_rehearsal = end  # type: ignore[method-assign]
+    train(result, **options)
+
+
 def train_on_shown_gpus(result: str, mute: str = "", hung: str = "", **options: Any) -> None:
     """`train`, where each worker's GPU is a fake NVML's, at a place of its own in the recorded figures.
 
