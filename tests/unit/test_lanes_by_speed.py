@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,15 +99,27 @@ def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
 
 
 @contextmanager
-def idle_crew(stage: int, usual: dict[str, float], slow: dict[str, float]) -> Iterator[tuple[Crew, Task]]:
+def idle_crew(
+    stage: int, usual: dict[str, float], slow: dict[str, float], task: Task | None = None
+) -> Iterator[tuple[Crew, Task]]:
     """Three workers, of which b has become too slow for any lane; and the task of the others."""
     options = {"lanes": 6, "max_steps": LONG, "stage": stage, "shoal": {"on_slow": "share"}}
-    of_usual, of_slow = (Task(options, prepare=measures(one)) for one in (usual, slow))
+    of_usual, of_slow = (measured(task or Task(), options, one) for one in (usual, slow))
     with Crew("abc", of_usual, odd={"b": of_slow}) as crew:
         crew.train_to(4)
         slow["now"] = 1.0
         train_until(crew, [3, 0, 3], LONG)
         yield crew, of_usual
+
+
+def measured(task: Task, options: dict[str, Any], seconds: dict[str, float]) -> Task:
+    """The task with these options, on a worker whose lanes take as many seconds as are given."""
+
+    def prepare(engine: Engine) -> None:
+        task.prepare(engine)
+        measures(seconds)(engine)
+
+    return replace(task, options=options, prepare=prepare)
 
 
 @rule(
@@ -170,6 +184,62 @@ def test_a_world_that_breaks_under_a_rehearsal_makes_it_void(stage: int, monkeyp
         crew.train_to(crew.allowed)
         assert counts(crew) == [6, 0]
         assert crew.finish() == undisturbed(of_usual)
+
+
+class Count:
+    """A state that a script registers."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def test_a_rehearsal_moves_no_state_that_follows_steps_and_names_one_that_follows_bodies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, slow = {"now": 0.1}, {"now": 0.1}
+    kept: dict[str, dict[str, Count]] = {}
+    monkeypatch.setattr(telemetry, "REHEARSAL_STEPS", OFTEN)
+
+    def of(engine: Engine) -> dict[str, Count]:
+        return kept[engine.context.link.worker]
+
+    def prepare(engine: Engine) -> None:
+        states = kept[engine.context.link.worker] = {name: Count() for name in ("commits", "steps", "bodies")}
+        for name, state in states.items():
+            engine.register_state(name, state)
+        engine.on_commit(lambda engine: setattr(states["commits"], "steps", states["commits"].steps + 1))
+
+    def in_loop(engine: Engine) -> None:
+        of(engine)["bodies"].steps += 1
+
+    def step(engine: Engine) -> None:
+        of(engine)["steps"].steps += engine.step()
+
+    with idle_crew(1, usual, slow, Task(prepare=prepare, in_loop=in_loop, step=step)) as (crew, of_usual):
+        before = {name: state.steps for name, state in kept["b"].items()}
+        first = crew.allowed
+        crew.train_to(first + OFTEN + 2)
+        moved = {name: state.steps - before[name] for name, state in kept["b"].items()}
+        assert slow["rehearsed"] == 1
+        assert (moved["steps"], moved["bodies"]) == (0, 1)
+        assert named(capsys) == ["bodies"]
+        slow["now"] = 0.1
+        train_until(crew, [2, 2, 2], LONG)
+        assert crew.finish() == undisturbed(of_usual)
+    assert named(capsys) == ["steps"]
+    assert [kept[worker]["commits"].steps for worker in "abc"] == [LONG] * 3
+
+
+def named(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The states of which warnings have said since the last look that they lag."""
+    lines = capsys.readouterr().err.splitlines()
+    return [json.loads(line)["state"] for line in lines if "registered_state_lags" in line]
 
 
 def test_a_cell_is_as_fast_as_its_slowest_member() -> None:

@@ -124,6 +124,14 @@ class Boundary:
             self._lagging.on_world(world)
         self._status.publish()
 
+    def before_rehearsal(self) -> None:
+        """A member without lanes is about to run the script's body for nothing."""
+        self._lagging.before_rehearsal()
+
+    def after_rehearsal(self) -> None:
+        """The script is through with it."""
+        self._lagging.after_rehearsal()
+
     def before_change(self, old: World, new: Plan) -> None:
         """A planned world is about to begin, on all members of the old one. Raises `WorldChanged`."""
         self._corruption.before_change(old, new)
@@ -247,6 +255,7 @@ class Boundary:
             self._evaluation.end_round(self._requests.at_hand, self._saving.states.asks_at_hand)
         if not self._owed:  # else the script may be in the midst of an evaluation
             self._saving.states.take()
+            self._lagging.end_body()
 
     def settle_evaluations(self, messages: Sequence[int] = ()) -> None:
         """Before a vote, with the last step's weights: who has not heard what was measured after it hears it now, and

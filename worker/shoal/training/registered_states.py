@@ -8,14 +8,15 @@ when the script asked for that batch. Made by checkpoint_saving.py, called by bo
 `LaggingStates` names, once, each state that only the loop's body brings up to date. A member without lanes runs no
 body. What stood still there while steps were committed, and moves as soon as a body runs, is some steps behind from
 then on; if this worker becomes rank 0, checkpoints and joiners get it so. States are looked at only when a member gets
-lanes after steps without. Called by boundary.py. How a state is written and given to joiners stays out.
+lanes after steps without, and where it first rehearses one in a world. Called by boundary.py. How a state is written
+and given to joiners stays out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from shoal_protos.errors import ShoalError, UserError
@@ -134,29 +135,54 @@ class LaggingStates:
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._at_rest: dict[str, str] = {}
-        """Digests by name, as of the first world without lanes; empty: it has lanes."""
+        """Digests by name, as of the end of the last body before a world without lanes; empty: it has lanes."""
+        self._begins_rest = False
+        """A world without lanes has begun, perhaps before the last body's end."""
         self._since = 0
         """The step then."""
         self._missed = self._looks = 0
         self._still: dict[str, str] = {}
         """Of those that no step without lanes has changed."""
+        self._has_rehearsed = False
         self._named: set[str] = set()
 
     def forget(self) -> None:
         """This worker's states are others now."""
         self._at_rest, self._still, self._looks = {}, {}, 0
+        self._begins_rest = self._has_rehearsed = False
 
     def on_world(self, world: World) -> None:
         """A world begins, and owes no boundary."""
         state, before = self._context.state, self._at_rest
         self.forget()
         if not world.lanes:
-            self._since = self._since if before else state.followed
-            self._at_rest = before or self._digests(state.registered)
+            self._at_rest, self._begins_rest = before, not before
         elif before and state.followed > self._since:
-            now, self._missed = self._digests(before), state.followed - self._since
-            self._still = {name: digest for name, digest in before.items() if now.get(name) == digest}
+            self._keep_still(before)
             self._looks = LOOKS
+
+    def end_body(self) -> None:
+        """The script is through with the last step."""
+        if self._begins_rest:
+            state, self._begins_rest = self._context.state, False
+            self._since, self._at_rest = state.followed, self._digests(state.registered)
+
+    def before_rehearsal(self) -> None:
+        """A body is about to run for nothing, between two boundaries."""
+        if not self._has_rehearsed:
+            self._has_rehearsed = True
+            self._keep_still(self._at_rest)
+
+    def after_rehearsal(self) -> None:
+        """It has run: what it has moved would not be seen to have stood still when lanes come."""
+        if not self._looks:  # else they have come meanwhile
+            self.after_a_body()
+            self._still = {}
+
+    def _keep_still(self, before: Mapping[str, str]) -> None:
+        """The steps since then have changed none of these."""
+        now, self._missed = self._digests(before), self._context.state.followed - self._since
+        self._still = {name: digest for name, digest in before.items() if now.get(name) == digest}
 
     @property
     def are_awaited(self) -> bool:

@@ -143,6 +143,8 @@ class TrainingLoop:
                     check(context.world, context.state.record)
                 try:
                     parts.boundary.end_body()
+                    if rehearses:
+                        parts.boundary.before_rehearsal()
                     batch = self._next_batch(rehearses)
                 except WorldChanged:
                     parts.resize.take_part(broken=True)
@@ -155,6 +157,7 @@ class TrainingLoop:
                     yield batch
                 if rehearses:
                     context.lane_clock.end_rehearsal(context.config.micro_batches_per_lane)
+                    parts.boundary.after_rehearsal()
                     if context.loop.is_warming_up:
                         context.loop.end_warm_up(context.state)
             else:
