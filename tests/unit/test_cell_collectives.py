@@ -344,7 +344,11 @@ def test_a_collective_that_a_script_interrupts_stands_before_no_other() -> None:
             "return is_first or self.check_collectives or not world.has_stepped",
             "return False",
         ),
-        Edit("shoal.cells.hub", "                world.difference = difference\n", ""),
+        Edit(
+            "shoal.cells.hub",
+            "                raise UserError(world.difference)\n\n    def _fail",
+            "                raise UserError(world.__dict__.pop('difference'))\n\n    def _fail",
+        ),
     ],
 )
 @pytest.mark.parametrize("always", [False, True])
