@@ -145,7 +145,7 @@ class World:
         for member, share in zip(plan.members, plan.shares, strict=True):
             assert share.keeps <= known[member].holds, "owners and mirrors have valid bits"
             if known[member].leaving and member.coordinate in somebody_stays:
-                assert not share.lanes, "who leaves trains nothing"
+                assert share.keeps or not share.lanes, "who leaves trains as long as it keeps blocks"
                 assert share.keeps, "who leaves and keeps nothing is left out"
         for fill in plan.fills:
             target = known[plan.members[fill.target]]

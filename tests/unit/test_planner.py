@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from planning import World, candidate, transfers
-from rule import holds
+from rule import Edit, holds, rule
 from shoal_controller.core.planning.planner import (
     BlocksLost,
     PlanRequest,
@@ -186,10 +186,29 @@ def test_what_has_been_filled_is_not_filled_again_by_the_next_plan() -> None:
 # ---- a drain
 
 
-def test_a_leaving_worker_stays_until_its_blocks_have_all_their_copies_elsewhere() -> None:
+@rule(
+    "Who leaves trains as long as its blocks have not all their copies elsewhere, and no longer; where lanes are few, "
+    "those who stay have them",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.planning.planner",
+            "[worker for worker in leaving if worker in needed]",
+            "leaving",
+        ),
+        Edit(
+            "shoal_controller.core.planning.planner",
+            "[: max(0, most - len(trainers))]",
+            "",
+            by="test_who_leaves_has_no_lane_that_another_could_have",
+        ),
+    ],
+)
+def test_a_leaving_worker_stays_and_trains_until_its_blocks_have_all_their_copies_elsewhere() -> None:
     abcd = world("abcd")
+    lanes = [share.lanes for share in abcd.plan.shares]
     plan = abcd.drain("d")
-    assert (plan.world_size, plan.shares[3].lanes, plan.shares[3].owned) == (4, (), NO_BLOCKS)
+    assert (plan.world_size, [share.lanes for share in plan.shares], plan.shares[3].owned) == (4, lanes, NO_BLOCKS)
     assert plan.shares[3].mirrored == abcd.plans[0].shares[3].keeps, "it mirrors what has no other mirror yet"
     assert transfers(plan) == 12
     abcd.fill(boundaries=1)
@@ -197,7 +216,16 @@ def test_a_leaving_worker_stays_until_its_blocks_have_all_their_copies_elsewhere
     abcd.fill()
     plan = abcd.promote()
     assert [member.worker for member in plan.members] == ["a", "b", "c"]
+    assert sorted(len(share.lanes) for share in plan.shares) == [2, 3, 3]
     abcd.check_at_rest()
+
+
+@holds("Who leaves trains as long as")
+def test_who_leaves_has_no_lane_that_another_could_have() -> None:
+    many = World(replace(TERMS, lanes=3), "abc")
+    many.drain("a")
+    assert [len(share.lanes) for share in many.plan.shares] == [1, 1, 1]
+    assert [len(share.lanes) for share in many.join("d").shares] == [0, 1, 1, 1]
 
 
 def test_a_leaving_worker_goes_at_once_where_everybody_mirrors_everything() -> None:
@@ -221,7 +249,9 @@ def test_the_last_one_is_relieved_by_a_joiner() -> None:
     alone = world("a")
     alone.drain("a")
     plan = alone.join("b")
-    assert (plan.shares[0].owned, plan.shares[1].lanes) == (every(24), tuple(range(8)))
+    assert (plan.shares[0].owned, [share.lanes for share in plan.shares]) == (
+        every(24), [(0, 1, 2, 3), (4, 5, 6, 7)],
+    )  # fmt: skip
     assert transfers(plan) == 24
     alone.fill()
     assert [member.worker for member in alone.promote().members] == ["b"]

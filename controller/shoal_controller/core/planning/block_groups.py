@@ -1,16 +1,19 @@
 """Block groups: blocks that are alike to the planner, which works on thousands of groups at most, never block by block.
 
 Blocks are alike when the same processes hold them and the same one owned them before. `gather` sweeps once over what
-all hold; `cut` divides blocks without breaking more runs than needed. Workers are indexes into the planner's
-candidates, oldest first. Used by owners.py, mirrors.py and planner.py. Pure.
+all hold; `cut` divides blocks without breaking more runs than needed; `name_fills` says who sends which to whom until
+all is kept as it is to be. Workers are indexes into the planner's candidates, oldest first. Used by owners.py,
+mirrors.py and planner.py. Pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from shoal_protos.plan import Fill
 from shoal_protos.runs import Runs, Span
 
 NOBODY = -1
@@ -131,3 +134,49 @@ def lay(count: int, placed: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[
             workers.append(worker)
         pieces.append((high - low, tuple(workers)))
     return pieces
+
+
+# ---- fills: who sends which blocks to whom
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
+
+    group: BlockGroup
+    owner: int
+    mirrors: tuple[int, ...]
+    targets: tuple[int, ...] = ()
+    """Who is to keep them in the end and does not hold them yet."""
+
+
+def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
+    """The fills towards the groups' targets; workers are the planner's indexes."""
+    sent = Counter[int]()
+    spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
+    for now in sorted((now for now in kept if now.targets), key=lambda now: len(now.mirrors)):
+        sources = (now.owner, *now.mirrors)
+        for target in now.targets:
+            counts = _even_out([sent[source] for source in sources], len(now.group.blocks))
+            for source, count, blocks in zip(sources, counts, cut(now.group.blocks, counts), strict=True):
+                sent[source] += count
+                if count:
+                    spans[len(now.mirrors), source, target] += blocks.spans
+    return [Fill(source, target, Runs(spans[copies, source, target])) for copies, source, target in sorted(spans)]
+
+
+def _even_out(loads: Sequence[int], more: int) -> list[int]:
+    """Divides `more` so that the highest load is as low as can be."""
+    if len(loads) == 1:
+        return [more]
+    given = [0] * len(loads)
+    order = sorted(range(len(loads)), key=lambda index: loads[index])
+    filled = 0
+    for count, index in enumerate(order, start=1):
+        following = loads[order[count]] if count < len(order) else None
+        filled += loads[index]
+        if following is None or following * count - filled >= more:
+            least, extra = divmod(filled + more, count)
+            for place, member in enumerate(order[:count]):
+                given[member] = least + (place < extra) - loads[member]
+            break
+    return given

@@ -10,18 +10,17 @@ effect. docs/architecture.md, "Plans".
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 from shoal_protos.errors import ShoalError
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, WorkerId, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 
 from shoal_controller.core.planning.before import Before
-from shoal_controller.core.planning.block_groups import BlockGroup, cut, gather
+from shoal_controller.core.planning.block_groups import BlockGroup, KeptBlocks, gather, name_fills
 from shoal_controller.core.planning.cells import Cell, pair, share_among
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, Lanes
 from shoal_controller.core.planning.mirrors import (
@@ -67,7 +66,7 @@ class Candidate:
     counted: bool = True
     """Whether its state counts; only a recovery asks."""
     leaving: bool = False
-    """Being drained: no lanes, its blocks are filled elsewhere, and it is in the plan only as long as it is needed."""
+    """Being drained: its blocks are filled elsewhere, and it is in the plan, and trains, as long as it is needed."""
     lane: int = NONE_IN_FLIGHT
     """The lane in flight. Counts only where the shape is one process: elsewhere no lane in flight is kept."""
     host: str = ""
@@ -222,6 +221,8 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
             target = choose(terms, here, staying, known, mine)
             kept += _promote(target.groups, staying, min(terms.mirrors, len(staying) - 1))
             partners.update(target.partners)
+    if not terms.homes:
+        trainers[0] = [*trainers[0], *_needed_leavers(terms, here, trainers[0], kept)]
     left = known.cells(frozenset(chain.from_iterable(keepers)))
     cells = pair(trainers, [c.host or c.domain for c in here], left, terms.tight_parts)
     flights, paces = [here[cell[0]].lane for cell in cells], [candidate.lane_seconds for candidate in here]
@@ -331,6 +332,20 @@ def _keepers(here: Sequence[Candidate], coordinate: int) -> list[int]:
     known = [worker for worker, candidate in enumerate(here) if candidate.member.coordinate == coordinate]
     staying = [worker for worker in known if not here[worker].leaving]
     return staying or known[:1]
+
+
+def _needed_leavers(
+    terms: Terms, here: Sequence[Candidate], trainers: Sequence[int], kept: Sequence[KeptBlocks]
+) -> list[int]:
+    """Those who leave and train for as long as blocks are kept by them, where there are lanes for them too: the others
+    have no more to do before they must.
+    """
+    leaving = [worker for worker, candidate in enumerate(here) if candidate.leaving and worker not in trainers]
+    if not leaving:
+        return []
+    needed = {worker for now in kept for worker in (now.owner, *now.mirrors)}
+    most = min(terms.lanes, terms.trainers or terms.lanes)
+    return [worker for worker in leaving if worker in needed][: max(0, most - len(trainers))]
 
 
 def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int) -> list[KeptBlocks]:
@@ -450,49 +465,3 @@ def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan |
         return joiner, member.worker in avoid, here[rank].leaving, rank
 
     return min(range(len(here)), key=preference)
-
-
-# ---- fills: who sends which blocks to whom
-
-
-class KeptBlocks(NamedTuple):
-    """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
-
-    group: BlockGroup
-    owner: int
-    mirrors: tuple[int, ...]
-    targets: tuple[int, ...] = ()
-    """Who is to keep them in the end and does not hold them yet."""
-
-
-def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
-    """The fills towards the groups' targets; workers are the planner's indexes."""
-    sent = Counter[int]()
-    spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
-    for now in sorted((now for now in kept if now.targets), key=lambda now: len(now.mirrors)):
-        sources = (now.owner, *now.mirrors)
-        for target in now.targets:
-            counts = _even_out([sent[source] for source in sources], len(now.group.blocks))
-            for source, count, blocks in zip(sources, counts, cut(now.group.blocks, counts), strict=True):
-                sent[source] += count
-                if count:
-                    spans[len(now.mirrors), source, target] += blocks.spans
-    return [Fill(source, target, Runs(spans[copies, source, target])) for copies, source, target in sorted(spans)]
-
-
-def _even_out(loads: Sequence[int], more: int) -> list[int]:
-    """Divides `more` so that the highest load is as low as can be."""
-    if len(loads) == 1:
-        return [more]
-    given = [0] * len(loads)
-    order = sorted(range(len(loads)), key=lambda index: loads[index])
-    filled = 0
-    for count, index in enumerate(order, start=1):
-        following = loads[order[count]] if count < len(order) else None
-        filled += loads[index]
-        if following is None or following * count - filled >= more:
-            least, extra = divmod(filled + more, count)
-            for place, member in enumerate(order[:count]):
-                given[member] = least + (place < extra) - loads[member]
-            break
-    return given
