@@ -137,7 +137,7 @@ def test_a_member_of_another_protocol_is_refused_and_ends_once_it_is_given_up() 
     "A change of the world",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.admission",
-        "    if theirs == jobs.peers or not others:",
+        "    if theirs == jobs.peers or (other := _other(turn, hello)) is None:",
         "    if True:",
     ),
 )

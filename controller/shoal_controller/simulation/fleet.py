@@ -6,6 +6,8 @@ connections to dead processes. What a world trains is in `stepping.py`.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shoal_protos.messages import (
     Describe,
     Ending,
@@ -58,6 +60,7 @@ class Fleet:
         self._connections = 0
         self._on: dict[int, SimulatedMember] = {}
         """By machine."""
+        self._building: Counter[int] = Counter()
         self._opened: dict[int, set[int]] = {}
         self._tick, self._ticks, self._looked_at = FIRST_TICK, 0, -1.0
 
@@ -187,12 +190,16 @@ class Fleet:
 
     def _recover(self, member: SimulatedMember, plan: Plan) -> None:
         member.recovery, member.state = plan, MemberState.BUILDING
-        members = [one for one in self.members.values() if one.recovery is plan]
-        if len(members) == plan.world_size:
+        self._building[plan.generation] += 1
+        if self._building[plan.generation] == plan.world_size and self._is_whole(plan):
             seconds = self.paces.group
             if plan.recovery is not None and plan.recovery.checkpoint:
                 seconds += self.paces.restore
             self.clock.after(seconds, self._ready, plan)
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether none has gone since it began to build."""
+        return sum(member.recovery is plan for member in self.members.values()) == plan.world_size
 
     def _ready(self, plan: Plan) -> None:
         for member in self.members.values():
@@ -206,6 +213,7 @@ class Fleet:
         plan, opened = member.recovery, self._opened.setdefault(generation, set())
         opened.add(member.connection)
         if plan is not None and len(opened) == plan.world_size:
+            self._building.clear()
             self._opened.clear()
             self.world.begin(plan, self.members.values())
 

@@ -58,6 +58,8 @@ class SteppingWorld:
         self._next: Plan | None = None
         self._informed: set[int] = set()
         """Connections of the members that know the next plan."""
+        self._concerned = 0
+        """How many have to know it."""
         self._next_is_built = False
         self._living: Iterable[SimulatedMember] = ()
         """Who may be in the next world."""
@@ -114,11 +116,12 @@ class SteppingWorld:
             return
         if known is None or plan.generation > known.generation:
             self._next, self._informed, self._next_is_built = plan, set(), False
+            self._concerned = len(world.workers | plan.workers)
         is_joiner = member.state in (MemberState.WAITING, MemberState.JOINING)
         if member.connection in self._informed or not (is_joiner or member.has_begun):
             return
         self._informed.add(member.connection)
-        if len(self._informed) == len(world.workers | plan.workers):
+        if len(self._informed) == self._concerned:
             same = plan.members == world.members
             self.clock.after(0.0 if same else self.paces.group, self._built, plan, living)
 

@@ -345,8 +345,10 @@ def _where_they_are(
     group: BlockGroup, partners: Sequence[int], keepers: frozenset[int], domains: Sequence[int]
 ) -> BlockGroup:
     """Blocks that no partner of their owner holds, mirrored by who does, if as far apart; others as they are."""
+    if not group.holders.isdisjoint(group.mirrors):
+        return group  # as nearly all; at a start all workers hold all blocks
     elsewhere = (group.holders & keepers) - {group.owner}
-    if not group.holders.isdisjoint(group.mirrors) or not elsewhere.isdisjoint(partners):
+    if not elsewhere.isdisjoint(partners):
         return group
     return _with_holders(group, sorted(elsewhere), domains)
 

@@ -156,10 +156,9 @@ def _exchanges_otherwise(turn: Turn, hello: Hello, jobs: Description) -> str | N
     """Return why this worker may be in no plan with the others: what they send each other it would misread, or wait
     for.
     """
-    theirs, others = hello.description.peers, _others(turn, hello)
-    if theirs == jobs.peers or not others:
+    theirs = hello.description.peers
+    if theirs == jobs.peers or (other := _other(turn, hello)) is None:
         return None
-    other = others[0]
     return (
         f"worker {hello.worker or '(new)'} on {hello.host} is of {of_shoal(hello.release)} and exchanges state with "
         f"others in form {theirs}; worker {other.worker} on {other.host} is of {of_shoal(other.release)}, and the "
@@ -169,11 +168,9 @@ def _exchanges_otherwise(turn: Turn, hello: Hello, jobs: Description) -> str | N
 
 def _saves_elsewhere(turn: Turn, hello: Hello, jobs: Description) -> str | None:
     """Return why this worker may not save where it does: beside what others save elsewhere nothing would be whole."""
-    others = _others(turn, hello)
     theirs, place = hello.description.saves_to, jobs.saves_to
-    if theirs == place or not others:
+    if theirs == place or (other := _other(turn, hello)) is None:
         return None
-    other = others[0]
     return (
         f"worker {hello.worker or '(new)'} on {hello.host} saves checkpoints to {theirs or 'no place'}, "
         f"worker {other.worker} on {other.host} to {place or 'no place'}. Give all workers the same "
@@ -181,10 +178,10 @@ def _saves_elsewhere(turn: Turn, hello: Hello, jobs: Description) -> str | None:
     )
 
 
-def _others(turn: Turn, hello: Hello) -> list[WorkerRecord]:
-    """Workers of the job beside the one that says hello, as far as is known."""
-    roster = turn.durable.roster.values()
-    return [record for record in roster if record.serves and record.incarnation not in ("", hello.incarnation)]
+def _other(turn: Turn, hello: Hello) -> WorkerRecord | None:
+    """A worker of the job beside the one that says hello, as far as is known; None: there is none."""
+    roster, own = turn.durable.roster.values(), hello.incarnation
+    return next((record for record in roster if record.serves and record.incarnation not in ("", own)), None)
 
 
 def _take_over(turn: Turn, hello: Hello) -> None:
@@ -193,7 +190,7 @@ def _take_over(turn: Turn, hello: Hello) -> None:
     job's.
     """
     jobs, theirs = turn.durable.description, hello.description
-    if jobs is None or _others(turn, hello):
+    if jobs is None or _other(turn, hello) is not None:
         return
     marks = jobs.checkpoint_marks if turn.durable.checkpoints else theirs.checkpoint_marks
     known = (jobs.peers, jobs.can_checkpoint, jobs.checkpoint_places, jobs.checkpoint_marks)
