@@ -253,8 +253,11 @@ def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "message
 
 
 def _false_status(turn: Turn, status: Status, highest: int) -> str:
-    false_steps = (_false_step(turn, step) for step in (status.step, status.last_step))
-    return _false_order(status, status.promised, highest) or next(filter(None, false_steps), "")
+    return (
+        _false_order(status, status.promised, highest)
+        or _false_step(turn, status.step)
+        or _false_step(turn, status.last_step)
+    )
 
 
 def _false_inventory(turn: Turn, inventory: Inventory) -> str:
@@ -278,7 +281,10 @@ def _false_order(claim: Status | Inventory, promised: int, highest: int) -> str:
 
 def _false_world(turn: Turn, worker: WorkerId, generation: int) -> str:
     """No worker is in a world whose plan does not have it: a stranger's word would begin a change that is planned."""
-    plans = [turn.durable.current, *turn.durable.planned, turn.job.attempt.plan if turn.job.attempt else None]
+    current = turn.durable.current
+    if current is not None and current.generation == generation and is_member(current, worker):
+        return ""  # as nearly all
+    plans = [current, *turn.durable.planned, turn.job.attempt.plan if turn.job.attempt else None]
     if all(plan is None or plan.generation != generation or is_member(plan, worker) for plan in plans):
         return ""
     return f"is in generation {generation}, of which it is not a member"
