@@ -10,8 +10,10 @@ and first touches fall. Usual is the slower of the worlds before and after; wher
 same cores as the world before, of which "others' steps while it starts" tells. `none` is the same of as many steps in
 which nothing changed: by so much the longest of them is longer by chance. `pause` is what members report: the longest
 from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its process to its
-first lane in a committed step; `ready` from the plan that names it, for which it has warmed up. CPU seconds are what
-its process had computed by then, which other work on the machine changes little.
+first lane in a committed step. In between, `ready` runs from the plan that names it, for which it has warmed up, until
+that lane begins: a group is built, the others' step under way is made, and the world begins. `first step` runs from
+there on: as long as a step of so many processes on these cores. CPU seconds are what its process had computed by then,
+which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ class Figures:
         self.longest: dict[str, list[float]] = defaultdict(list)
         self.joiners: list[float] = []
         self.ready: list[float] = []
+        self.first_steps: list[float] = []
         self.cpu: list[float] = []
-        """Of a joiner: seconds from its start, and from its being ready, to its first lane; and of CPU by then."""
+        """Of a joiner: seconds from its start to its first lane's step, from its being ready until that lane began, and
+        from there on; and of CPU by then."""
         self.slower: list[float] = []
         self.slower_at_start: list[float] = []
         """The others' steps to those before: while a joiner is filled, and from its start until it joins."""
@@ -89,7 +93,8 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
     assert first is not None
     ready = next(e for e in cluster.events.all if e["kind"] == "plan" and f"add {joiner}" in e["message"])
     figures.joiners.append(first.time - starting["time"])
-    figures.ready.append(first.time - ready["time"])
+    figures.ready.append(first.began - ready["time"])
+    figures.first_steps.append(first.time - first.began)
     figures.cpu.append(first.cpu)
     cluster.settle(cluster.job.lanes, steps=AFFECTED + NEIGHBOURS)
     slower(cluster, figures, joiner, starting["time"])
@@ -179,8 +184,9 @@ def note_targets(size: str, workers: int, figures: Figures) -> None:
             "a joiner, from its start to its first lane, s", settings, figures.joiners, MOST_JOINER_SECONDS, digits=2
         )
     )
-    measured = "a joiner, from its being ready to its first lane, s"
+    measured = "a joiner, from its being ready until its first lane begins, s"
     note(Figure(measured, settings, figures.ready, MOST_READY_SECONDS, digits=2))
+    note(Figure("a joiner, its first step from there on, s", settings, figures.first_steps, None, digits=2))
     note(Figure("a joiner, CPU to its first lane, s", settings, figures.cpu, None, digits=2))
     if figures.slower:
         measured = "the others' steps while a joiner is filled, of those before"
@@ -204,12 +210,13 @@ def main() -> None:
         took, rate = figures.joiners, figures.slower
         joiners.append(
             [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(figures.ready, 2),
-             verdict(median(figures.ready), MOST_READY_SECONDS), spread(figures.cpu, 2), spread(rate, 2),
+             verdict(median(figures.ready), MOST_READY_SECONDS), spread(figures.first_steps, 2),
+             spread(figures.cpu, 2), spread(rate, 2),
              verdict(median(rate), MOST_SLOWER) if rate else "–", spread(figures.slower_at_start, 2)]
         )  # fmt: skip
     show("Planned changes", ["model", "change", "longest step longer by, s", "target", "pause, s"], changes)
     head = [
-        "model", "start to first lane, s", "target", "ready to first lane, s", "target", "CPU, s",
+        "model", "start to first lane, s", "target", "ready to its begin, s", "target", "first step, s", "CPU, s",
         "others' steps while filled", "target", "while it starts",
     ]  # fmt: skip
     show("A joiner", head, joiners)

@@ -32,6 +32,8 @@ class Step:
     lanes: int
     cpu: float = 0.0
     """Seconds that its process had computed by then."""
+    began: float = 0.0
+    """When its first lane began."""
 
 
 def until(goal: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:

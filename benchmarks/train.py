@@ -42,11 +42,14 @@ def initialize(
     )
 
 
-def note(file: int, engine: shoal.Engine) -> None:
-    """One write to a file that is open for appending is one line, whoever else writes."""
+def note(file: int, engine: shoal.Engine, began: float = 0.0) -> None:
+    """One write to a file that is open for appending is one line, whoever else writes. `began`: when the
+    step's first lane did here.
+    """
     line = {
         "time": time.time(), "worker": os.environ["SHOAL_WORKER_ID"], "step": engine.global_step,
         "generation": engine.generation, "lanes": len(engine.lanes), "cpu": time.process_time(),
+        "began": began,
     }  # fmt: skip
     os.write(file, json.dumps(line).encode() + b"\n")
 
@@ -74,8 +77,10 @@ def main() -> None:
 def train(engine: shoal.Engine, lane: Callable[[Any], None] | None = None) -> None:
     """The loop. `lane`: what trains a lane, given its batch, where it is no forward of the model."""
     file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    noted = 0
+    noted, began = 0, 0.0
     for batch in engine:
+        if not (began or engine.warming_up):
+            began = time.time()
         if lane is None:
             engine.backward(engine.module(**batch))
         else:
@@ -83,7 +88,8 @@ def train(engine: shoal.Engine, lane: Callable[[Any], None] | None = None) -> No
         engine.step()
         if engine.global_step > noted and not engine.warming_up:
             noted = engine.global_step
-            note(file, engine)
+            note(file, engine, began)
+            began = 0.0
 
 
 if __name__ == "__main__":
