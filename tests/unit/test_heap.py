@@ -61,3 +61,32 @@ def test_a_step_meets_the_pages_that_the_one_before_has_freed() -> None:
 def test_the_users_own_settings_of_the_heap_stand() -> None:
     tuned = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
     assert faults_of_a_step("keep", **tuned) > PAGES // 2
+
+
+PILE = """
+import sys, torch
+from pathlib import Path
+from shoal.process.host_memory import give_back_freed_memory
+
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+if "give" in sys.argv:
+    assert give_back_freed_memory()
+torch.ones(2 << 20)  # once it is freed, glibc takes the like from its heap
+before = own_bytes()
+pairs = [(torch.ones(1 << 18), torch.ones(1 << 12)) for _ in range(32)]
+kept = [small for _, small in pairs]
+del pairs
+print(own_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_what_is_large_and_freed_is_given_back_though_what_came_after_it_is_kept() -> None:
+    def left(*arguments: str) -> int:
+        command = [sys.executable, "-c", PILE, *arguments]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+    assert left("give") < 4 << 20 < 16 << 20 < left()

@@ -7,6 +7,7 @@ written afterwards. Called by `python -m shoal.checkpoint`.
 
 from __future__ import annotations
 
+import gc
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket, Layout, ListsOfExperts, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Missed, Misses, MissRun
-from shoal.process.host_memory import tensor_bytes
+from shoal.process.host_memory import give_back_freed_memory, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
     incarnation = secrets.token_hex(8)
     name = SaveName.of(old.step, old.generation, found.name.save, incarnation, old.run)
     storage.prepare()
+    give_back_freed_memory()
     try:
         files = [
             write_content(storage, name.folder, old.step, Author(f"reshape{one}", incarnation, one), content).name
@@ -82,6 +84,8 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
             "frozen": _frozen(found, storage, incarnation), "files": (),
         })  # fmt: skip
         commit(storage, name.folder, draft, files)
+        del source, draft  # with its readers, which know each other: they are not to lie beside what verifies
+        gc.collect()
         return Reshaped(name, verify(look_into(storage, name).reader()).fingerprint)
     except BaseException:
         with suppress(StorageFailed):  # the first error is the one to be told

@@ -335,7 +335,7 @@ def _bytes_of(
     return tensor_bytes(value.detach().cpu().contiguous())
 
 
-PART_BYTES = 8 << 20
+PART_BYTES = 4 << 20
 """Of each tensor of a piece that is made while it is written."""
 READ_BYTES = 1 << 20
 """Of each tensor that is read to be a part of one, or to be compared."""

@@ -75,16 +75,26 @@ TRIM_BYTES = (1 << 31) - 1
 """So much may be free at the end of the heap: the most that mallopt takes."""
 MMAP_BYTES = 32 << 20
 """Smaller blocks come from the heap: the most that mallopt takes."""
+APART_BYTES = 128 << 10
+"""What is larger lies apart from the heap; so glibc begins."""
 USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 def keep_freed_memory(environ: Mapping[str, str] | None = None) -> bool:
     """Whether freed memory is kept from now on: not where the user has tuned the heap, nor where it is not glibc's."""
+    return _tuned({M_MMAP_THRESHOLD: MMAP_BYTES, M_TRIM_THRESHOLD: TRIM_BYTES}, environ)
+
+
+def give_back_freed_memory() -> bool:
+    """Whether what is large goes back to the system from now on where it is freed, as `keep_freed_memory` says. By
+    default glibc does so only until the first of its size is freed, and what is read in turn piles up beside it.
+    """
+    return _tuned({M_MMAP_THRESHOLD: APART_BYTES})
+
+
+def _tuned(values: Mapping[int, int], environ: Mapping[str, str] | None = None) -> bool:
     variables = os.environ if environ is None else environ
     if any(name in variables for name in USERS_OWN) or "glibc.malloc." in variables.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(
-        mallopt(parameter, value) == 1
-        for parameter, value in ((M_MMAP_THRESHOLD, MMAP_BYTES), (M_TRIM_THRESHOLD, TRIM_BYTES))
-    )
+    return mallopt is not None and all(mallopt(parameter, value) == 1 for parameter, value in values.items())
