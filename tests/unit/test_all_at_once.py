@@ -16,6 +16,7 @@ from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -92,6 +93,10 @@ def test_a_model_that_exchanges_gradients_itself_is_refused_by_its_wrapper() -> 
     assert "(DataParallel) is a DataParallel, which splits each batch" in refused(
         nn.DataParallel(nn.Linear(1, 1)), NAMED, SAMPLES
     )
+    fully_sharded = nn.Linear(1, 1)
+    fully_sharded.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})  # as fully_shard does
+    sentence = refused(nn.Sequential(fully_sharded), NAMED, SAMPLES)
+    assert 'module "0" is a FSDPModule, whose own' in sentence and "leave fsdp_size out, and give experts" in sentence
 
 
 def alone(use: Callable[[Engine], object], prepare: Callable[[Engine], None] = lambda _: None) -> None:

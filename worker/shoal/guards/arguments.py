@@ -32,7 +32,11 @@ WRAPPERS = {
     "DataParallel": "give the module within it (model.module), and start one worker for each device",
     "DistributedDataParallel": "give the module within it (model.module)",
     "FullyShardedDataParallel": 'give the module within it, and `zero_optimization: {"stage": 3}` in the config',
-    "FSDPModule": 'leave fully_shard out, and give `zero_optimization: {"stage": 3}` in the config',
+    "FSDPModule": (
+        'leave fully_shard out, and give `zero_optimization: {"stage": 3}` in the config; of a DistributedConfig of '
+        "transformers leave fsdp_size out, and give experts to the places of a cell by apply_expert_parallelism on "
+        'cell.mesh["expert"]'
+    ),
 }
 """Torch's modules that exchange gradients or parameters themselves, and what to do; by name, as imports are slow."""
 OWN_GROUP = "whose own process group would take part in every step and does not change with the workers"
