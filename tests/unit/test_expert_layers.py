@@ -139,6 +139,8 @@ def expert() -> nn.Module:
         (lambda: MoE(WIDTH, expert(), 4, k=5), "k 5, and has 4 experts; expected at most as many"),
         (lambda: MoE(WIDTH, expert(), 4, noisy_gate_policy="Loud"), "noisy_gate_policy 'Loud'; expected None"),
         (lambda: MoE(WIDTH, expert(), 4, capacity_fator=2), "MoE has no argument capacity_fator.*capacity_factor="),
+        (lambda: MoE(WIDTH, nn.Linear, 4), "the class Linear as expert; expected a torch.nn.Module, of which each"),  # type: ignore[arg-type]
+        (lambda: MoE(WIDTH, expert, 4), "a function as expert; expected a torch.nn.Module"),  # type: ignore[arg-type]
         (lambda: MoE(WIDTH, expert(), 4, 2), r"ep_size 2, and the cell has 1 places for experts; call shoal\.cell"),
     ],
 )

@@ -207,6 +207,9 @@ class MoE(nn.Module):
         `use_residual`; by DeepSpeed's names. Raises `UserError`.
         """
         super().__init__()
+        if not isinstance(expert, nn.Module):
+            of = f"the class {expert.__name__}" if isinstance(expert, type) else f"a {type(expert).__name__}"
+            raise UserError(f"MoE is given {of} as expert; expected a torch.nn.Module, of which each expert is a copy.")
         self.use_residual = bool(options.pop("use_residual", False))
         self.num_experts, self.ep_size = num_experts, ep_size
         gate = TopKGate(hidden_size, _routing(num_experts, options))
