@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from rule import Edit, holds, rule
 from shoal.exchange.packing import FramedSend
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec
-from shoal.group.group import Group, WorldChanged
+from shoal.group.group import Group, SoloGroup, WorldChanged
 from shoal.session.controller_link import ControllerLink
 from shoal.session.link import Asked, Begun, Ended
 from shoal.session.settings import SessionSettings
@@ -428,6 +429,27 @@ def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -
         controller.sends("a", PlanMessage(at(recovery(1, "a"), [worker])))
         ended = worker.takes(Ended)
         assert ended.ending is Ending.FAILED and "a bug" in ended.reason
+        worker.close()
+
+
+def test_a_worker_answers_a_prepare_before_it_closes_its_groups() -> None:
+    answered = threading.Event()
+
+    class Closing(SoloGroup):
+        def close(self) -> None:
+            assert answered.wait(PATIENCE_SECONDS), "the controller plans meanwhile"
+
+    with SmallController() as controller:
+        worker = Worker("a", controller)
+        settings = SessionSettings(controller=controller.address, job="job", worker="a")
+        worker.link = ControllerLink(settings, lambda spec, _: Closing(spec.progress))
+        worker.introduce()
+        begin_a_world(controller, [worker])
+        controller.sends("a", Prepare(2))
+        stopping = worker.does(lambda: worker.stops(2))
+        controller.receives(Inventory, lambda inventory: inventory.answers == 2, by="a")
+        answered.set()
+        stopping.result(PATIENCE_SECONDS)
         worker.close()
 
 

@@ -34,7 +34,7 @@ from shoal.group.rendezvous import RendezvousServer
 from shoal.process.gpu_watch import GpuWatch
 from shoal.session.dialogue import Dialogue, Identity, ProcessInfo
 from shoal.session.driver import REPORT_SECONDS, SessionDriver, not_taken_in
-from shoal.session.link import Ended, Item, JobInfo, Prepared, Stopped
+from shoal.session.link import Ended, Item, JobInfo, Prepared
 from shoal.session.settings import SessionSettings
 from shoal.session.shared import SharedSession
 from shoal.session.signals import TermSignal, install, uninstall
@@ -139,7 +139,7 @@ class ControllerLink:
     def take(self, seconds: float | None = None) -> Item | None:
         self._shared.note_broken_peers()
         item = self._shared.inbox.take(seconds)
-        if isinstance(item, Stopped | Ended):
+        if isinstance(item, Ended):
             self._shared.groups.bury()
         if isinstance(item, Ended) and item.ending is Ending.START_OVER:
             with self._shared.lock:
@@ -155,6 +155,7 @@ class ControllerLink:
     def answer(self, inventory: Inventory) -> None:
         with self._shared.changing() as dialogue:
             dialogue.answer(inventory)
+        self._shared.groups.bury()  # while the controller plans: closing takes up to 20 ms
 
     def report_ready(self, generation: int) -> bool:
         with self._shared.changing() as dialogue:

@@ -49,7 +49,7 @@ class JobInfo:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """PREPARE was heard: every group is aborted; the answer is `Link.answer(inventory)`."""
+    """PREPARE was heard: every group is aborted; the answer is `Link.answer(inventory)`, which closes them."""
 
     generation: int
 
@@ -148,7 +148,9 @@ class Link(Protocol):
         """Waits between two votes without a step; returns early when an item comes."""
 
     def answer(self, inventory: Inventory) -> None:
-        """The answer to the last PREPARE; the link repeats it as often as the controller asks."""
+        """The answer to the last PREPARE; the link repeats it as often as the controller asks. The buffers of groups
+        that were aborted are free afterwards.
+        """
 
     def report_ready(self, generation: int) -> bool:
         """READY. False: another PREPARE came meanwhile; go on with `take`."""
