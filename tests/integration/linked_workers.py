@@ -12,7 +12,7 @@ import torch
 from integration.small_controller import PATIENCE_SECONDS, SmallController
 from shoal.group.group import Group
 from shoal.session.controller_link import ControllerLink
-from shoal.session.link import Item, Opened, Recover, Stopped
+from shoal.session.link import Item, Opened, Planned, Recover, Stopped
 from shoal.session.settings import SessionSettings
 from shoal_protos.description import Description
 from shoal_protos.messages import Hello, Inventory, MemberState, Open, PlanMessage, Prepare, Ready, Status, Telemetry
@@ -49,6 +49,8 @@ class Worker:
 
     def takes(self, kind: type[Wanted]) -> Wanted:
         item = self.link.take(PATIENCE_SECONDS)
+        if isinstance(item, Planned):  # nothing is made ready here
+            item = self.link.take(PATIENCE_SECONDS)
         assert isinstance(item, kind), f"{self.name} took {item}, not a {kind.__name__}"
         return item
 

@@ -8,7 +8,7 @@ import pytest
 from rule import Edit, holds, rule
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, ProcessInfo
-from shoal.session.link import MOST_ASKED, Asked, Ended, Inbox, Opened, Stopped
+from shoal.session.link import MOST_ASKED, Asked, Ended, Inbox, Opened, Planned, Stopped
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description, Parameter, brief
 from shoal_protos.errors import PeerError
@@ -188,7 +188,7 @@ def member_of(generation: int, workers: str) -> Dialogue:
     dialogue, plan = dialogue_of(), recovery(generation, workers)
     assert dialogue.on_message(Prepare(generation)) == [Deliver(Stopped(generation)), Abort()]
     dialogue.answer(inventory(generation))
-    assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0, joiner=False)]
+    assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0, joiner=False), Deliver(Planned(plan))]
     assert dialogue.report_ready(generation)
     assert dialogue.on_message(Open(generation)) == [Deliver(Opened(generation))]
     dialogue.begin(plan)

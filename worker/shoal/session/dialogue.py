@@ -49,7 +49,7 @@ from shoal_protos.plan import Plan, check_plan
 from shoal_protos.release import RELEASE
 
 from shoal.core.membership import Membership
-from shoal.session.link import Asked, Ended, Item, JobInfo, Opened, Stopped
+from shoal.session.link import Asked, Ended, Item, JobInfo, Opened, Planned, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
@@ -368,9 +368,10 @@ class Dialogue:
         rank = plan.rank_of(membership.worker, membership.incarnation)
         if not wanted or rank is None:
             return []
-        if plan.recovery is not None:
-            self.broken = ()
-        return [Build(plan, rank, joiner=plan.recovery is None and membership.is_joiner)]
+        if plan.recovery is None:
+            return [Build(plan, rank, joiner=membership.is_joiner)]
+        self.broken = ()
+        return [Build(plan, rank, joiner=False), Deliver(Planned(plan))]
 
     def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
         """Nothing more is sent or taken in."""

@@ -55,8 +55,15 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """PLAN was heard and its group is being built: make ready for it what needs no group."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class Recover:
-    """PLAN was heard and its group is built: catch up, then `Link.report_ready(generation)`."""
+    """That group is built: catch up, then `Link.report_ready(generation)`."""
 
     plan: Plan
     group: Group
@@ -98,7 +105,7 @@ class Ended:
     """What the process exits with where it is neither to start over nor to fail."""
 
 
-Item = Stopped | Recover | Opened | Begun | Asked | Ended
+Item = Stopped | Planned | Recover | Opened | Begun | Asked | Ended
 
 
 @dataclass(frozen=True, slots=True)

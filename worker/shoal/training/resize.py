@@ -22,11 +22,11 @@ from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.exchange.ballot import Request
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.packing import FramedSend, receive_framed
-from shoal.exchange.traffic import FIRST_MESSAGE, STARTED
+from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group, WorldChanged
-from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
+from shoal.session.link import Asked, Begun, Ended, Opened, Planned, Recover, Stopped
 from shoal.state.training_state import frozen_parameters
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
@@ -57,6 +57,8 @@ class Resize:
         self._caught_up: World | None = None
         self._cell: tuple[Member, ...] = ()
         """The members of this one's cell, by coordinate."""
+        self._planned: tuple[Plan, Traffic] | None = None
+        """The plan of a recovery whose group is being built, and what is exchanged in its world."""
         self._clock = ChangeClock()
         self._last_word: Ended | None = None
         """What the controller said last of all; it says nothing after that."""
@@ -89,6 +91,8 @@ class Resize:
                 case Stopped(generation):
                     waiting = True
                     self._stop(generation)
+                case Planned(plan):
+                    self._make_ready(plan)
                 case Recover(plan, group, seconds):
                     self._clock.end_plan(seconds)
                     self._recover(plan, group)
@@ -123,6 +127,12 @@ class Resize:
         context.link.answer(context.state.inventory(generation, in_world, context.lane_in_flight))
         self._clock.end_prepare()
 
+    def _make_ready(self, plan: Plan) -> None:
+        """What a recovery needs of its plan alone, while its group is built."""
+        rank = self._rank_in(plan)
+        self._planned = plan, self._context.state.traffic(plan, rank)
+        self._context.state.sums.reserve(plan.lanes_of(rank) if plan.steps else ())
+
     def _recover(self, plan: Plan, group: Group) -> None:
         """Roll forward if need be, promote, hand out what is stale; then READY."""
         assert plan.recovery is not None
@@ -142,7 +152,6 @@ class Resize:
         self._clock.end_promote()
         if self._context.link.report_ready(plan.generation):
             self._caught_up = world
-            self._context.state.sums.reserve(world.lanes)  # while the others get ready
 
     def _catch_up(self, world: World) -> None:
         plan, state, recovery = world.plan, self._context.state, world.plan.recovery
@@ -320,10 +329,16 @@ class Resize:
 
     # ---- entering, leaving
 
-    def _world(self, plan: Plan, group: Group) -> World:
+    def _rank_in(self, plan: Plan) -> int:
         link = self._context.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
+        return rank
+
+    def _world(self, plan: Plan, group: Group) -> World:
+        rank, (planned, self._planned) = self._rank_in(plan), (self._planned, None)
+        if planned is not None and planned[0] is plan:
+            return World(plan, rank, group, planned[1])
         return World(plan, rank, group, self._context.state.traffic(plan, rank))
 
     def _enter(self, world: World, joiners: Collection[int] = ()) -> None:
