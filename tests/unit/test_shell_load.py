@@ -1,12 +1,14 @@
 """The shell with many workers: bounded batches, heartbeats that are no news, steps that are not written at once."""
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Tick
+from shoal_controller.core.machine.effects import Note, Persist
+from shoal_controller.core.machine.events import MOST_AT_ONCE, Disconnected, MessageReceived, Probed, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.store.store import Put
 from shoal_protos.acts import Save, Scale
@@ -173,3 +175,17 @@ async def test_a_job_that_rests_is_ticked_when_its_rest_is_over_and_after_a_cloc
             runner.tick()
             await world.shell.submit("train", Save())
         assert sorted(set(ticks)) == [9.0, 12.0]
+
+
+@asynchronous
+async def test_that_a_stream_has_ended_is_written_with_what_comes_of_it_or_with_a_tick(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        world.machine.answers[Disconnected] = [Note("one", "cut")]
+        world.machine.answers[Save] = [Note("two", "lost"), Persist()]
+        before = (await world.store.get("/jobs/train")).modified
+        await asyncio.gather(*(world.shell.submit("train", event) for event in (Disconnected(1, "cut"), Save())))
+        assert (await world.store.get("/jobs/train")).modified == before + 1
+        await world.shell.submit("train", Disconnected(2, "cut"))
+        async with aclosing(world.shell.follow("train", 0, 60)) as events:
+            assert [(await anext(events)).message for _ in range(3)] == ["cut", "lost", "cut"]

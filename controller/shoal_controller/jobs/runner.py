@@ -36,7 +36,7 @@ from shoal_controller.core.machine.effects import (
     Spawn,
 )
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Connected, Event, SeatAsked, Started, first_batch
+from shoal_controller.core.machine.events import Connected, Disconnected, Event, SeatAsked, Started, first_batch
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.phases.waiting import CALM_TICKS, rests_until
@@ -99,6 +99,8 @@ class Runner:
         self._broken = ""
         self._unserved = ""
         self._in_hand: Sequence[Submission] = ()
+        self._late: list[JobEvent] = []
+        """That streams have ended, where nothing else was written since."""
         self._ticked_at = life.clock()
         self._rests_until = 0.0
         """Before this time a job that waits needs no tick."""
@@ -202,7 +204,7 @@ class Runner:
         await self._background.stop()
         self._inbox.end(self._halted)
         if in_order and self._job is self._carried_out:
-            await _write_steps(self._job, self.repository)
+            await _write_last(self._job, self.repository, self._late)
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
@@ -317,9 +319,10 @@ class Runner:
             return
         try:
             self._job, effects = self._life.step(self._job, events, self._life.clock())
-            await self._carry_out(effects, self._audit(events[0], by))
+            can_wait = all(isinstance(event, Disconnected) for event in events)
+            await self._carry_out(effects, self._audit(events[0], by), can_wait)
             self._carried_out = self._job
-            self._rests_until = rests_until(self._job)
+            self._rests_until = rests_until(self._job) if not self._late else 0.0
             self._background.show(self._job.durable.current)
             self.series.see_world(self._job.durable.current, copies_wanted(self._job.durable))
         except StoreError as error:
@@ -331,14 +334,16 @@ class Runner:
                 raise
             await self._break(error)
 
-    async def _carry_out(self, effects: Sequence[Effect], audit: Sequence[JobEvent]) -> None:
+    async def _carry_out(self, effects: Sequence[Effect], audit: Sequence[JobEvent], can_wait: bool) -> None:
         """Carry out effects in order; all notes are written with the first `Persist`, which writes the state as it is
-        after the step.
+        after the step. `can_wait`: without one they are written with what comes next, a tick at the latest: where a
+        stream has ended a loss comes, and a write before it would hold its PREPARE up.
         """
         lasting = any(isinstance(effect, Persist) for effect in effects)
         if lasting:
             await asyncio.sleep(0)  # for a thousand workers the text alone takes long enough
-        events = [*audit, *_recorded(effects, self._job, self._life.clock())]
+        events = [*self._late, *audit, *_recorded(effects, self._job, self._life.clock())]
+        self._late = []
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
                 await self.repository.write(events, self._job.durable)
@@ -351,7 +356,9 @@ class Runner:
                     self._streams.close(connection)
                 case Probe() | Adopt() | Spawn() | Kill() | AskPlanner():
                     self._background.run(effect)
-        if events:
+        if events and can_wait:
+            self._late = events
+        elif events:
             await self.repository.write(events)
 
     def _audit(self, request: Event | Create, by: Caller | None) -> list[JobEvent]:
@@ -396,15 +403,15 @@ def _recorded(effects: Sequence[Effect], job: Job, now: float) -> list[JobEvent]
     return [JobEvent(now, str(note.kind), generation, note.worker, note.message, dict(note.data)) for note in notes]
 
 
-async def _write_steps(job: Job, repository: JobRepository) -> None:
-    """Those that were shown since the last write: the next life goes on from there."""
+async def _write_last(job: Job, repository: JobRepository, events: Sequence[JobEvent]) -> None:
+    """With the steps that were shown since the last write: the next life goes on from there."""
     durable, before = as_of_now(job), repository.durable
     waited = durable == replace(before, figures=durable.figures) and not durable.roster
-    if durable == before or (waited and durable.figures.steps == before.figures.steps):
+    if not events and (durable == before or (waited and durable.figures.steps == before.figures.steps)):
         return  # what a job without workers waited is counted by the next life
     try:
         async with asyncio.timeout(LAST_WRITE_SECONDS):
-            await repository.write([], durable)
+            await repository.write(events, durable)
     except (TimeoutError, StoreError) as error:
         log.warning("the last steps could not be written", job=job.spec.job, error=str(error))
 
