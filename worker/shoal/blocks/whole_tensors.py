@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.blocks.odd_state import OddStates
 from shoal.core.anchors import Place, equal_cut
-from shoal.core.layout import Bucket, Layout, Slot
+from shoal.core.layout import Bucket, Layout
 from shoal.optim.hyper import Group
 from shoal.optim.whole import Pieces, Updates, WholeUpdate
 
@@ -66,7 +66,7 @@ class WholeTensors:
         for bucket, slot in self.places:
             self.update_of(bucket.group).check(slot.parameter.name, slot.parameter.shape)
         self.odd = OddStates(layout, updates)
-        self._returned: dict[Slot, _Returned] = defaultdict(_Returned)
+        self._returned: dict[tuple[int, int], _Returned] = defaultdict(_Returned)
 
     def update_of(self, group: int) -> WholeUpdate:
         """Of a group that has such."""
@@ -79,19 +79,23 @@ class WholeTensors:
         return self._updates[group] is not None
 
     def part(
-        self, place: Place, runs: Sequence[TensorRun], group: Group, scale: float, is_new: bool
-    ) -> list[Tensor]:  # by column (elements of all runs,)
-        """What the home needs of a tensor's elements in these runs, which follow each other. Writes nothing."""
-        bucket, _ = place
-        update = self.update_of(bucket.group)
-        found = [update.part(self._pieces(place, run, scale)[1], group, is_new) for run in runs]
-        return [one[0] if len(one) == 1 else torch.cat(list(one)) for one in zip(*found, strict=True)]
+        self,
+        place: Place,
+        runs: Sequence[TensorRun],
+        group: Group,
+        scale: float,
+        is_new: bool,
+        into: Sequence[Tensor],  # by column (values of all runs,)
+    ) -> None:
+        """Makes what the home needs of a tensor's elements in these runs, which follow each other; no state changes."""
+        pieces = Pieces.joined([self._pieces(place, run, scale)[1] for run in runs])
+        self.update_of(place[0].group).part(pieces, group, is_new, into)
 
     # ---- what comes back
 
-    def put(self, slot: Slot, start: int, columns: Sequence[Tensor]) -> None:  # each (elements,)
+    def put(self, place: Place, start: int, columns: Sequence[Tensor]) -> None:  # each (values,)
         """What the home of a tensor has made of elements that begin there, in ascending order; until `forget`."""
-        returned = self._returned[slot]
+        returned = self._returned[_key(place)]
         returned.starts.append(start)
         returned.columns.append(list(columns))
 
@@ -103,20 +107,18 @@ class WholeTensors:
         """Updates a run of blocks where it lies. `places`: the tensors that are updated, of its bucket."""
         for place in places:
             bucket, slot = place
-            update = self.update_of(bucket.group)
             spans, pieces = self._pieces(place, run, scale)
             if spans:
-                returned = self._columns(slot, spans, run.weights.device)
-                update.commit(pieces, returned, group, slot.parameter.shape)
+                returned = self._columns(place, spans[0][0], spans[-1][1], run.weights.device)
+                self.update_of(bucket.group).commit(pieces, returned, group, slot.parameter.shape)
 
     def _columns(
-        self, slot: Slot, spans: Sequence[Span], device: torch.device
-    ) -> list[list[Tensor]]:  # by column, of each span (elements,)
-        returned = self._returned[slot]
-        index = bisect_right(returned.starts, spans[0][0]) - 1
+        self, place: Place, start: int, stop: int, device: torch.device
+    ) -> list[Tensor]:  # by column (values,): what has come back of these elements
+        returned = self._returned[_key(place)]
+        index = bisect_right(returned.starts, start) - 1
         first = returned.starts[index]
-        here = [column.to(device) for column in returned.columns[index]]
-        return [_split(spans, first, column) for column in here]
+        return [column[start - first : stop - first].to(device) for column in returned.columns[index]]
 
     def _pieces(self, place: Place, run: TensorRun, scale: float) -> tuple[list[Span], Pieces]:
         """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
@@ -139,6 +141,12 @@ class WholeTensors:
     ) -> dict[str, Tensor]:  # each (elements,); of odd state as it is kept
         """What a run of blocks has before its first update."""
         return self.odd.kept(bucket.index, self.update_of(bucket.group).first_state(weights), start)
+
+
+def _key(place: Place) -> tuple[int, int]:
+    """Numbers, of which a hash costs nothing."""
+    bucket, slot = place
+    return bucket.index, slot.start
 
 
 def _split(

@@ -2,8 +2,9 @@
 
 The owner of a tensor's anchor block is its home. Owners send the tensor's parts there; the home computes, once; what it
 has made goes to all who update a block of the tensor at this vote, who keep it beside the gradient until they commit.
-Bucket by bucket, one message between two members for each column of what travels. A home has no state, so a death
-here is one before the vote: the step runs again with other homes, and the same bits. Nothing is written.
+Bucket by bucket, one message between two members for each column of what travels. A part is made where it belongs: in
+the whole tensor at its home, or in the message that leaves. A home has no state, so a death here is one before the
+vote: the step runs again with other homes, and the same bits. Nothing is written.
 
 A group that has no turn (`engine.turn`) sends nothing. Where there may be such, members agree on turns before, by one
 small all-gather: those whose scripts differ would wait for each other, and the vote is to say so.
@@ -14,14 +15,15 @@ Made once for a world; a step without such tensors does not come here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
-from torch.nn.functional import pad
 
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.values import RangeValues
@@ -33,6 +35,7 @@ from shoal.exchange.traffic import PARTS, RETURNED, Traffic
 from shoal.group.group import Group, Work
 from shoal.optim.hyper import has_turn
 from shoal.optim.several import names_by_group
+from shoal.optim.whole import Columns
 
 AFTER_BUFFERS = 1
 """Its positions in the phase of buffers begin here."""
@@ -40,28 +43,53 @@ Spans = Sequence[Sequence[Sequence[Span]]]
 """Element ranges by rank and bucket."""
 
 
-@dataclass(slots=True)
-class _Receive:
-    """From one peer, by column; `slots` are the tensors, as they follow each other in it, `elements` how many of each,
-    and `sizes` for how many of these each column has a value.
+class _Values(NamedTuple):
+    """Values `[start, stop)` of a column of a tensor. `tensor`: its number in the bucket."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+Shares = tuple[tuple[_Values, ...], ...]
+"""What goes from one member to another: by column, of the same spans. The first column has a value for each element,
+those of odd state for a tensor's first ones.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Of one bucket: what goes where, by rank; what would go to the member itself stays. `here`: the tensors whose home
+    it is, by number, with how many values each column has that is sent.
     """
 
-    slots: list[Slot]
-    elements: list[int]
-    sizes: list[list[int]]
-    columns: list[Tensor]
-    works: list[Work]
+    bucket: Bucket
+    dtypes: Columns
+    here: Mapping[int, Sequence[int]]
+    parts_to: Mapping[int, Shares]
+    parts_from: Mapping[int, Shares]
+    made_to: Mapping[int, Shares]
+    made_from: Mapping[int, Shares]
+
+
+class _Arrival(NamedTuple):
+    """A message, and where its values belong: the one place is the message itself, several are filled from it."""
+
+    work: Work
+    message: Tensor  # (values,)
+    places: list[Tensor]  # each (values,)
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One bucket's messages. `own`: by tensor of which this member is the home, what it has of it itself."""
+    """One bucket's messages. `wholes`: of tensors whose home this member is, by number and column."""
 
-    bucket: Bucket
-    homes: dict[Slot, int]
-    own: dict[Slot, list[Tensor]] = field(default_factory=dict)
-    parts: dict[int, _Receive] = field(default_factory=dict)
-    returned: list[_Receive] = field(default_factory=list)
+    ways: _Ways
+    wholes: dict[int, list[Tensor]] = field(default_factory=dict)
+    parts: list[_Arrival] = field(default_factory=list)
+    returned: list[tuple[Shares, list[Tensor]]] = field(default_factory=list)
+    """With the messages, by column."""
+    returning: list[Work] = field(default_factory=list)
     sends: list[Posted] = field(default_factory=list)
 
 
@@ -74,15 +102,14 @@ class Shaping:
         self._layout = layout = traffic.layout
         places = self._whole.places
         costs = [self._whole.update_of(bucket.group).cost(slot.parameter.shape) for bucket, slot in places]
-        self._buckets: dict[int, dict[Slot, int]] = {}
-        """By bucket, the homes of its tensors."""
-        for (bucket, slot), anchor in zip(places, anchors(layout, places, costs), strict=True):
-            self._buckets.setdefault(bucket.index, {})[slot] = _owner_of(anchor, traffic.owned)
-        self._owned: Spans = [layout.cut(runs) for runs in traffic.owned]
+        self._homes: dict[int, list[int]] = {}
+        """By bucket, those of its tensors."""
+        for (bucket, _), anchor in zip(places, anchors(layout, places, costs), strict=True):
+            self._homes.setdefault(bucket.index, []).append(_owner_of(anchor, traffic.owned))
         names = names_by_group(held.segments.user)
         self.takes_turns = any(names[bucket.group] for bucket, _ in places)
         """Whether there may be groups without a turn."""
-        self._wanted: Spans = ()
+        self._ways = lru_cache(maxsize=1)(self._ways_at)
         self._made: list[tuple[Slot, Tensor, Tensor]] = []
         """What this home has made for the step at hand: of a tensor the first column, and its sum."""
 
@@ -98,12 +125,11 @@ class Shaping:
         """
         self._whole.forget()
         self._made.clear()
-        self._wanted = [self._layout.cut(runs) for runs in self.traffic.replays(boundaries)]
         turns, flights = self._turns(), list[_InFlight]()
-        for number, homes in self._buckets.items():
-            if not turns[self._layout.buckets[number].group]:
+        for ways in self._ways(min(boundaries, self.traffic.plan.boundaries)):
+            if not turns[ways.bucket.group]:
                 continue
-            flights.append(flight := _InFlight(self._layout.buckets[number], homes))
+            flights.append(flight := _InFlight(ways))
             self._send_parts(flight, gradients, scale, is_new)
             if len(flights) > 1:
                 self._make(len(flights) - 2, flights[-2], is_new)
@@ -111,10 +137,9 @@ class Shaping:
             self._make(len(flights) - 1, flights[-1], is_new)
         self._group.progress.reach(StepPhase.BUFFERS, AFTER_BUFFERS + len(flights))
         for flight in flights:
-            for receive in flight.returned:
-                self._group.wait(receive.works)
-                for slot, columns in zip(receive.slots, _by_slot(receive), strict=True):
-                    self._put(flight.bucket, slot, columns)
+            self._group.wait(flight.returning)
+            for shares, messages in flight.returned:
+                self._put(flight.ways.bucket, shares, [*map(_split, messages, shares)])
         self._group.wait([work for flight in flights for work, _ in flight.sends])
 
     def _turns(self) -> list[bool]:
@@ -135,6 +160,46 @@ class Shaping:
                 return f'the update of parameter "{slot.parameter.name[:MOST_NAME]}" is not finite'
         return ""
 
+    # ---- what goes where
+
+    def _ways_at(self, boundaries: int) -> list[_Ways]:
+        """By bucket. `boundaries`: votes that have passed in this world."""
+        owned: Spans = [self._layout.cut(runs) for runs in self.traffic.owned]
+        wanted: Spans = [self._layout.cut(runs) for runs in self.traffic.replays(boundaries)]
+        return [self._ways_of(self._layout.buckets[number], owned, wanted) for number in self._homes]
+
+    def _ways_of(self, bucket: Bucket, owned: Spans, wanted: Spans) -> _Ways:
+        update, homes = self._whole.update_of(bucket.group), self._homes[bucket.index]
+        dtypes = update.columns(bucket.wide_dtype)
+        odd = [[*update.odd(slot.parameter.shape).values()] for slot in bucket.slots]
+        sent, returned = (
+            [
+                [slot.parameter.elements] * (len(of) - len(few)) + few
+                for slot, few in zip(bucket.slots, odd, strict=True)
+            ]
+            for of in dtypes
+        )
+
+        def shares(home: int, spans: Sequence[Span], ends: Sequence[Sequence[int]]) -> Shares:
+            """What lies in these spans of tensors of that home. `ends`: by tensor, how many values columns have."""
+            found = [
+                [_Values(number, min(start, end), min(stop, end)) for end in ends[number]]
+                for number, slot in enumerate(bucket.slots)
+                if homes[number] == home
+                for start, stop in _overlap(slot, spans)
+            ]
+            return tuple(zip(*found, strict=True))
+
+        rank, others, at = self._group.rank, self.traffic.others, bucket.index
+        ways = (
+            {home: shares(home, owned[rank][at], sent) for home in (rank, *others)},
+            {peer: shares(rank, owned[peer][at], sent) for peer in others},
+            {peer: shares(rank, wanted[peer][at], returned) for peer in (rank, *others)},
+            {home: shares(home, wanted[rank][at], returned) for home in others},
+        )
+        here = {number: sent[number] for number, home in enumerate(homes) if home == rank}
+        return _Ways(bucket, dtypes, here, *({peer: one for peer, one in way.items() if one} for way in ways))
+
     # ---- to the home
 
     def _send_parts(
@@ -145,147 +210,78 @@ class Shaping:
         is_new: Callable[[Slot], bool],
     ) -> None:
         """The next bucket's, and its receives are posted."""
-        rank, bucket = self._group.rank, flight.bucket
-        dtypes = self._whole.update_of(bucket.group).columns(bucket.wide_dtype)
-        for peer in self.traffic.others:
-            slots = [slot for slot, home in flight.homes.items() if home == rank]
-            if found := self._receive(peer, PARTS, bucket, dtypes.sent, slots, self._owned[peer][bucket.index]):
-                flight.parts[peer] = found
-        leaving: dict[int, list[list[Tensor]]] = {}
-        for slot, home in flight.homes.items():
-            spans = _overlap(slot, self._owned[rank][bucket.index])
-            runs = [run for span in spans for run in self._held.runs_in(bucket.index, *span, gradients)]
-            if runs:
-                group = self._held.segments.user.param_groups[bucket.group]
-                columns = self._whole.part((bucket, slot), runs, group, scale, is_new(slot))
-                columns = [column.to(self._layout.device) for column in columns]
-                if home == rank:
-                    flight.own[slot] = columns
-                else:
-                    leaving.setdefault(home, []).append(self._used(bucket, slot, spans, columns))
-        self._send(flight, PARTS, leaving)
+        ways, bucket = flight.ways, flight.ways.bucket
+        flight.wholes = {number: self._memory(sizes, ways.dtypes.sent) for number, sizes in ways.here.items()}
+        for peer, shares in ways.parts_from.items():
+            for column in _places(flight.wholes, shares):
+                places = [place for place in column if place.numel()]
+                if places:
+                    size = sum(map(torch.numel, places))
+                    message = places[0] if len(places) == 1 else places[0].new_empty(size)
+                    flight.parts.append(_Arrival(self._group.receive(message, peer, PARTS), message, places))
+        group = self._held.segments.user.param_groups[bucket.group]
+        for home, shares in ways.parts_to.items():
+            messages = [] if home == self._group.rank else self._messages(shares, ways.dtypes.sent)
+            places_by_column = [*map(_split, messages, shares)] if messages else _places(flight.wholes, shares)
+            for (number, start, stop), *places in zip(shares[0], *places_by_column, strict=True):
+                slot = bucket.slots[number]
+                runs = [*self._held.runs_in(bucket.index, slot.start + start, slot.start + stop, gradients)]
+                self._whole.part((bucket, slot), runs, group, scale, is_new(slot), places)
+            self._send(flight, home, PARTS, messages)
 
-    def _receive(
-        self, peer: int, tag: int, bucket: Bucket, dtypes: Sequence[torch.dtype], slots: Sequence[Slot],
-        spans: Sequence[Span],
-    ) -> _Receive | None:  # fmt: skip
-        """What comes from a peer of these tensors, within `spans`; None: nothing."""
-        there = [(slot, found) for slot in slots if (found := _overlap(slot, spans))]
-        if not there:
-            return None
-        sizes = [self._sizes(bucket, slot, found, len(dtypes)) for slot, found in there]
-        columns = [
-            torch.empty(sum(of_column), dtype=dtype, device=self._layout.device)
-            for of_column, dtype in zip(zip(*sizes, strict=True), dtypes, strict=True)
-        ]
-        works = [self._group.receive(column, peer, tag) for column in columns if column.numel()]
-        elements = [sum(stop - start for start, stop in found) for _, found in there]
-        return _Receive([slot for slot, _ in there], elements, sizes, columns, works)
+    def _memory(self, sizes: Iterable[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:  # by column (values,)
+        device = self._layout.device
+        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes, strict=True)]
 
-    def _sizes(self, bucket: Bucket, slot: Slot, spans: Sequence[Span], columns: int) -> list[int]:
-        """Of how many elements of these spans of a tensor each column has a value: of odd state the first ones."""
-        odd = self._whole.update_of(bucket.group).odd(slot.parameter.shape).values()
-        ends = [slot.parameter.elements] * (columns - len(odd)) + [*odd]
-        return [sum(max(0, min(stop, slot.start + end) - start) for start, stop in spans) for end in ends]
-
-    def _used(
-        self,
-        bucket: Bucket,
-        slot: Slot,
-        spans: Sequence[Span],
-        columns: Sequence[Tensor],  # each (elements of the spans,)
-    ) -> list[Tensor]:  # each (elements,)
-        """What of these columns has a value."""
-        sizes = self._sizes(bucket, slot, spans, len(columns))
-        return [column[:size] for column, size in zip(columns, sizes, strict=True)]
+    def _messages(self, shares: Shares, dtypes: Sequence[torch.dtype]) -> list[Tensor]:  # by column (values,)
+        return self._memory([sum(map(_length, column)) for column in shares], dtypes)
 
     def _send(
         self,
         flight: _InFlight,
+        peer: int,
         tag: int,
-        leaving: dict[int, list[list[Tensor]]],  # by peer, tensor and column (elements,)
+        messages: Iterable[Tensor],  # by column (values,)
     ) -> None:
-        """One message to each peer for each column."""
-        for peer, of_tensors in leaving.items():
-            for parts in zip(*of_tensors, strict=True):
-                message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-                if message.numel():
-                    flight.sends.append((self._group.send(message, peer, tag), message))
+        flight.sends += [(self._group.send(one, peer, tag), one) for one in messages if one.numel()]
 
     # ---- at the home, and back
 
     def _make(self, number: int, flight: _InFlight, is_new: Callable[[Slot], bool]) -> None:
         """All parts of a bucket are waited for, and what is made of them leaves."""
-        rank, bucket = self._group.rank, flight.bucket
+        ways, bucket = flight.ways, flight.ways.bucket
         self._group.progress.reach(StepPhase.BUFFERS, AFTER_BUFFERS + number)
-        update = self._whole.update_of(bucket.group)
-        dtypes = update.columns(bucket.wide_dtype)
-        for home in self.traffic.others:
-            slots = [slot for slot, at in flight.homes.items() if at == home]
-            spans = self._wanted[rank][bucket.index]
-            if found := self._receive(home, RETURNED, bucket, dtypes.returned, slots, spans):
-                flight.returned.append(found)
-        self._group.wait([work for one in flight.parts.values() for work in one.works])
-        parts = {peer: dict(zip(one.slots, _by_slot(one), strict=True)) for peer, one in flight.parts.items()}
-        leaving: dict[int, list[list[Tensor]]] = {}
-        for slot in [slot for slot, home in flight.homes.items() if home == rank]:
-            own = {rank: flight.own.pop(slot)} if slot in flight.own else {}
-            there = own | {peer: of_peer.pop(slot) for peer, of_peer in parts.items() if slot in of_peer}
-            sent = self._joined(bucket, slot, there, dtypes.sent)
-            group = self._held.segments.user.param_groups[bucket.group]
-            made = update.whole(sent, slot.parameter.shape, group, is_new(slot))
-            self._made.append((slot, made[0], made[0].sum()))
-            kept = self._cut(made, slot, self._wanted[rank][bucket.index])
-            is_whole = all(one.numel() == slot.parameter.elements for one in kept)
-            self._put(bucket, slot, kept if is_whole else [one.clone() for one in kept])  # else the rest stays too
-            for peer in self.traffic.others:
-                spans = _overlap(slot, self._wanted[peer][bucket.index])
-                if spans:
-                    used = self._used(bucket, slot, spans, self._cut(made, slot, spans))
-                    leaving.setdefault(peer, []).append(used)
+        for home, shares in ways.made_from.items():
+            messages = self._messages(shares, ways.dtypes.returned)
+            flight.returning += [self._group.receive(one, home, RETURNED) for one in messages if one.numel()]
+            flight.returned.append((shares, messages))
+        self._group.wait([one.work for one in flight.parts])
+        for _, message, places in flight.parts:
+            if len(places) > 1:
+                torch._foreach_copy_(places, message.split([*map(torch.numel, places)]))
         flight.parts.clear()
-        self._send(flight, RETURNED, leaving)
-
-    def _joined(
-        self,
-        bucket: Bucket,
-        slot: Slot,
-        parts: dict[int, list[Tensor]],  # by rank and column (elements,)
-        dtypes: Sequence[torch.dtype],
-    ) -> list[Tensor]:  # by column (elements of the tensor,)
-        """A whole tensor of what its owners have sent."""
-        device = self._layout.device
-        whole = [torch.empty(slot.parameter.elements, dtype=dtype, device=device) for dtype in dtypes]
-        for rank, columns in parts.items():
-            at = 0
-            for start, stop in _overlap(slot, self._owned[rank][bucket.index]):
-                for column, part in zip(whole, columns, strict=True):
-                    column[start - slot.start : stop - slot.start] = part[at : at + stop - start]
-                at += stop - start
-        return whole
-
-    @staticmethod
-    def _cut(
-        made: Sequence[Tensor],  # by column (elements of the tensor,)
-        slot: Slot,
-        spans: Sequence[Span],
-    ) -> list[Tensor]:  # by column (elements,), views where they are one span; empty where there are none
-        here = [(start - slot.start, stop - slot.start) for start, stop in _overlap(slot, spans)]
-        if not here:
-            return []
-        parts = [[column[start:stop] for start, stop in here] for column in made]
-        return [of_column[0] if len(of_column) == 1 else torch.cat(of_column) for of_column in parts]
+        update, group = self._whole.update_of(bucket.group), self._held.segments.user.param_groups[bucket.group]
+        made = dict[int, list[Tensor]]()
+        for place in ways.here:
+            slot = bucket.slots[place]
+            made[place] = update.whole(flight.wholes.pop(place), slot.parameter.shape, group, is_new(slot))
+            self._made.append((slot, made[place][0], made[place][0].sum()))
+        for peer, shares in ways.made_to.items():
+            columns = _places(made, shares)
+            if peer == self._group.rank:
+                self._put(bucket, shares, [[_alone(part) for part in column] for column in columns])
+            else:
+                self._send(flight, peer, RETURNED, [one[0] if len(one) == 1 else torch.cat(one) for one in columns])
 
     def _put(
         self,
         bucket: Bucket,
-        slot: Slot,
-        columns: Sequence[Tensor],  # by column (elements,), as they follow each other in what is wanted here
+        shares: Shares,
+        columns: Sequence[Sequence[Tensor]],  # of each share (values,)
     ) -> None:
-        at = 0
-        for start, stop in _overlap(slot, self._wanted[self._group.rank][bucket.index]):
-            self._whole.put(slot, start, [column[at : at + stop - start] for column in columns])
-            at += stop - start
+        for (number, start, _), *parts in zip(shares[0], *columns, strict=True):
+            slot = bucket.slots[number]
+            self._whole.put((bucket, slot), slot.start + start, parts)
 
 
 def _owner_of(block: int, owned: Iterable[Runs]) -> int:
@@ -294,15 +290,33 @@ def _owner_of(block: int, owned: Iterable[Runs]) -> int:
 
 
 def _overlap(slot: Slot, spans: Sequence[Span]) -> list[Span]:
-    """What of a tensor lies in such spans of its bucket."""
-    first, last = slot.start, slot.start + slot.parameter.elements
-    return [(max(first, start), min(last, stop)) for start, stop in spans if start < last and stop > first]
+    """What of a tensor lies in such spans of its bucket: elements of the tensor."""
+    most = slot.parameter.elements
+    cut = ((max(0, start - slot.start), min(most, stop - slot.start)) for start, stop in spans)
+    return [(start, stop) for start, stop in cut if start < stop]
 
 
-def _by_slot(receive: _Receive) -> list[list[Tensor]]:  # by tensor and column (elements,)
-    found, at = list[list[Tensor]](), [0] * len(receive.columns)
-    for elements, sizes in zip(receive.elements, receive.sizes, strict=True):
-        parts = [column[first : first + size] for column, first, size in zip(receive.columns, at, sizes, strict=True)]
-        found.append([part if part.numel() == elements else pad(part, (0, elements - part.numel())) for part in parts])
-        at = [first + size for first, size in zip(at, sizes, strict=True)]
-    return found
+def _length(values: _Values) -> int:
+    return values.stop - values.start
+
+
+def _split(
+    message: Tensor,  # (values,)
+    column: Sequence[_Values],
+) -> list[Tensor]:  # of each share (values,)
+    return [*message.split([*map(_length, column)])]
+
+
+def _places(
+    tensors: Mapping[int, Sequence[Tensor]],  # by number and column (values,)
+    shares: Shares,
+) -> list[list[Tensor]]:  # by column, of each share (values,)
+    """Views of these values."""
+    return [[tensors[number][at][start:stop] for number, start, stop in column] for at, column in enumerate(shares)]
+
+
+def _alone(
+    part: Tensor,  # (values,), a view
+) -> Tensor:  # (values,)
+    """Itself, if it is all of its tensor; else a copy, or all the rest would stay too."""
+    return part if part.nbytes == part.untyped_storage().nbytes() else part.clone()

@@ -52,26 +52,25 @@ class Numbers:
 def part(
     pieces: Pieces,
     group: Group,
-) -> Tensor:  # (elements of all pieces,) bfloat16
-    """Return what the matrix's home gets of these pieces."""
-    beta, sizes = float(group["momentum"]), [piece.numel() for piece in pieces.gradients]
-    found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=pieces.gradients[0].device)
-    places = found.split(sizes)
+    into: Tensor,  # (elements of all pieces,) bfloat16
+) -> None:
+    """Make what the matrix's home gets of these pieces."""
+    beta, places = float(group["momentum"]), into.split(pieces.sizes)
     for some, of in pieces.batches():
         moved = torch._foreach_lerp(of.state[MOMENTUM], of.gradients, 1 - beta)
         if group.get("nesterov", True):
             moved = torch._foreach_lerp(of.gradients, moved, beta)
         torch._foreach_copy_(places[some], moved)
-    return found
 
 
 def commit(
     pieces: Pieces,
-    directions: list[Tensor],  # of each piece (elements,) bfloat16
+    direction: Tensor,  # (elements of all pieces,) bfloat16
     group: Group,
     rate: float,
 ) -> None:
     """Update weights and momenta in place."""
+    directions = direction.split(pieces.sizes)
     for some, of in pieces.batches():
         torch._foreach_lerp_(of.state[MOMENTUM], of.gradients, 1 - float(group["momentum"]))
         torch._foreach_mul_(of.weights, 1 - float(group["lr"]) * group["weight_decay"])
@@ -159,8 +158,14 @@ class Muon:
     def odd(self, _: Sequence[int]) -> Mapping[str, int]:
         return {}
 
-    def part(self, pieces: Pieces, group: Group, _: bool) -> list[Tensor]:  # (elements of all pieces,)
-        return [part(pieces, group)]
+    def part(
+        self,
+        pieces: Pieces,
+        group: Group,
+        _: bool,
+        into: Sequence[Tensor],  # one, (elements of all pieces,) bfloat16
+    ) -> None:
+        part(pieces, group, into[0])
 
     def whole(
         self,
@@ -174,7 +179,7 @@ class Muon:
     def commit(
         self,
         pieces: Pieces,
-        returned: Sequence[list[Tensor]],  # of one column each piece (elements,)
+        returned: Sequence[Tensor],  # one, (elements of all pieces,) bfloat16
         group: Group,
         shape: Sequence[int],
     ) -> None:
@@ -219,12 +224,13 @@ def _has(optimizer: Optimizer, number: int, muon: Numbers) -> bool:
             group["weight_decay"] = TRIAL_DECAY
         twin.param_groups, update = [group], Muon(muon)
         pieces = Pieces([mine], {key: [one] for key, one in update.first_state(mine).items()}, [])
+        sent = [torch.empty_like(mine, dtype=torch.bfloat16)]
         for _ in range(TRIAL_STEPS):
             own.grad = torch.randn(shape, generator=made, device="cpu")
             pieces = Pieces(pieces.weights, pieces.state, [own.grad.flatten()])
             try:
-                directions = update.whole(update.part(pieces, group, False), shape, group, False)
-                update.commit(pieces, [directions], group, shape)
+                update.part(pieces, group, False, sent)
+                update.commit(pieces, update.whole(sent, shape, group, False), group, shape)
                 type(optimizer).step(twin)
             except Exception:  # of a class that only has the name, which may raise anything
                 return False

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
@@ -160,21 +159,29 @@ class OwnClass:
             left = max(0, left - found[key] * dtype.itemsize)
         return found
 
-    def part(self, pieces: Pieces, _: Group, _is_new: bool) -> list[Tensor]:  # each (elements of all pieces,)
+    def part(
+        self,
+        pieces: Pieces,
+        _: Group,
+        _is_new: bool,
+        into: Sequence[Tensor],  # by column (values of all pieces,)
+    ) -> None:
         """Gradients, weights, state."""
-        elements, odd = [[pieces.state[key] for key in keys] for keys in (self._elements, self._packed)]
-        sizes = [piece.numel() for piece in pieces.weights]
-        padded = [[pad(one, (0, size - one.numel())) for one, size in zip(of, sizes, strict=True)] for of in odd]
         gradients = [gradient for _, some in pieces.batches() for gradient in some.gradients]
-        return [torch.cat(column) for column in (gradients, pieces.weights, *elements, *padded)]
+        for place, values in zip(into, (gradients, *self._columns_of(pieces)), strict=True):
+            torch._foreach_copy_(place.split([one.numel() for one in values]), values)
+
+    def _columns_of(self, pieces: Pieces) -> list[list[Tensor]]:  # of each piece (values,)
+        """Weights, state."""
+        return [pieces.weights, *(pieces.state[key] for key in (*self._elements, *self._packed))]
 
     def whole(
         self,
-        sent: Sequence[Tensor],  # by column (elements of the tensor,)
+        sent: Sequence[Tensor],  # by column (values of the tensor,)
         shape: Sequence[int],
         group: Group,
         is_new: bool,
-    ) -> list[Tensor]:  # by column (elements of the tensor,)
+    ) -> list[Tensor]:  # by column (values of the tensor,)
         """Weights, state."""
         gradient, weights, *columns = sent
         here, schema = tuple(shape), self._schemas[tuple(shape)]
@@ -211,14 +218,12 @@ class OwnClass:
     def commit(
         self,
         pieces: Pieces,
-        returned: Sequence[list[Tensor]],  # by column, of each piece (elements,)
+        returned: Sequence[Tensor],  # by column (values of all pieces,)
         _: Group,
         _shape: Sequence[int],
     ) -> None:
-        state = [pieces.state[key] for key in (*self._elements, *self._packed)]
-        for places, column in zip((pieces.weights, *state), returned, strict=True):
-            used = [one[: place.numel()] for place, one in zip(places, column, strict=True)]
-            torch._foreach_copy_(places, used)
+        for places, column in zip(self._columns_of(pieces), returned, strict=True):
+            torch._foreach_copy_(places, column.split([place.numel() for place in places]))
 
 
 def _words(size: int) -> list[torch.dtype]:
@@ -230,8 +235,8 @@ def _words(size: int) -> list[torch.dtype]:
 def _packed(
     state: Mapping[str, Any],
     schema: Schema,
-    like: Sequence[Tensor],  # each (elements,)
-) -> list[Tensor]:  # each (elements,) of the same dtype
+    like: Sequence[Tensor],  # each (values,)
+) -> list[Tensor]:  # each (values,) of the same dtype
     """Odd state, and zeros behind it."""
     if not like:
         return []
@@ -245,7 +250,7 @@ def _packed(
 
 
 def _unpacked(
-    columns: Sequence[Tensor],  # each (elements,)
+    columns: Sequence[Tensor],  # each (values,)
     schema: Schema,
 ) -> Iterator[tuple[str, Any]]:
     """The inverse of `_packed`."""

@@ -36,6 +36,20 @@ class Pieces:
     gradients: list[Tensor]
     scale: float = 1.0
 
+    @classmethod
+    def joined(cls, parts: Sequence[Pieces]) -> Pieces:
+        """Of one tensor, pieces that follow each other, with one scale."""
+        first, *others = parts
+        for one in others:
+            state = {key: of + one.state[key] for key, of in first.state.items()}
+            first = cls(first.weights + one.weights, state, first.gradients + one.gradients, first.scale)
+        return first
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        return [piece.numel() for piece in self.gradients]
+
     def batches(self) -> Iterator[tuple[slice, Pieces]]:
         """Some pieces at a time, with their gradients scaled. On the host few, so that what is made of them on the way
         stays in the processor's cache; a device takes all at once.
@@ -96,25 +110,31 @@ class WholeUpdate(Protocol):
         """Keys of state that a tensor's first elements alone have, and of how many."""
         ...
 
-    def part(self, pieces: Pieces, group: Group, is_new: bool, /) -> list[Tensor]:  # each (elements of all pieces,)
-        """What the home needs of them, by column. `is_new`: no update of the tensor was made yet."""
-        ...
+    def part(
+        self,
+        pieces: Pieces,
+        group: Group,
+        is_new: bool,
+        into: Sequence[Tensor],  # by column (values of all pieces,)
+        /,
+    ) -> None:
+        """Make what the home needs of them. `is_new`: no update of the tensor was made yet."""
 
     def whole(
         self,
-        sent: Sequence[Tensor],  # by column (elements of the tensor,)
+        sent: Sequence[Tensor],  # by column (values of the tensor,)
         shape: Sequence[int],
         group: Group,
         is_new: bool,
         /,
-    ) -> list[Tensor]:  # by column (elements of the tensor,)
+    ) -> list[Tensor]:  # by column (values of the tensor,)
         """What comes back."""
         ...
 
     def commit(
         self,
         pieces: Pieces,
-        returned: Sequence[list[Tensor]],  # by column, of each piece (elements,)
+        returned: Sequence[Tensor],  # by column (values of all pieces,)
         group: Group,
         shape: Sequence[int],
     ) -> None:
