@@ -59,12 +59,13 @@ those of odd state for a tensor's first ones.
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """Of one bucket: what goes where, by rank; what would go to the member itself stays. `here`: the tensors whose home
-    it is, by number, with how many values each column has that is sent.
+    """Of one bucket: what goes where, by rank; what would go to the member itself stays. `owned`: its element ranges;
+    `here`: the tensors whose home it is, by number, with how many values each column has that is sent.
     """
 
     bucket: Bucket
     dtypes: Columns
+    owned: Sequence[Span]
     here: Mapping[int, Sequence[int]]
     parts_to: Mapping[int, Shares]
     parts_from: Mapping[int, Shares]
@@ -198,7 +199,9 @@ class Shaping:
             {home: shares(home, wanted[rank][at], returned) for home in others},
         )
         here = {number: sent[number] for number, home in enumerate(homes) if home == rank}
-        return _Ways(bucket, dtypes, here, *({peer: one for peer, one in way.items() if one} for way in ways))
+        return _Ways(
+            bucket, dtypes, owned[rank][at], here, *({peer: one for peer, one in way.items() if one} for way in ways)
+        )
 
     # ---- to the home
 
@@ -220,13 +223,15 @@ class Shaping:
                     message = places[0] if len(places) == 1 else places[0].new_empty(size)
                     flight.parts.append(_Arrival(self._group.receive(message, peer, PARTS), message, places))
         group = self._held.segments.user.param_groups[bucket.group]
+        runs = [run for span in ways.owned for run in self._held.runs_in(bucket.index, *span, gradients)]
         for home, shares in ways.parts_to.items():
             messages = [] if home == self._group.rank else self._messages(shares, ways.dtypes.sent)
             places_by_column = [*map(_split, messages, shares)] if messages else _places(flight.wholes, shares)
             for (number, start, stop), *places in zip(shares[0], *places_by_column, strict=True):
                 slot = bucket.slots[number]
-                runs = [*self._held.runs_in(bucket.index, slot.start + start, slot.start + stop, gradients)]
-                self._whole.part((bucket, slot), runs, group, scale, is_new(slot), places)
+                first, last = slot.start + start, slot.start + stop
+                of_share = [run for run in runs if run.start < last and run.stop > first]
+                self._whole.part((bucket, slot), of_share, group, scale, is_new(slot), places)
             self._send(flight, home, PARTS, messages)
 
     def _memory(self, sizes: Iterable[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:  # by column (values,)
