@@ -222,8 +222,8 @@ KEPT = [
     "A step",
     broken_by=Edit(
         "shoal.optim.muon",
-        "moved = torch._foreach_lerp(of.state[MOMENTUM], of.gradients, 1 - beta)",
-        "torch._foreach_lerp_(of.state[MOMENTUM], of.gradients, 1 - beta)\n        moved = of.state[MOMENTUM]",
+        "moved = torch.lerp(momentum, gradient, 1 - beta)",
+        "moved = momentum.lerp_(gradient, 1 - beta).clone()",
     ),
 )
 @holds("Tensors that are updated whole")

@@ -56,11 +56,11 @@ def part(
 ) -> None:
     """Make what the matrix's home gets of these pieces."""
     beta, places = float(group["momentum"]), into.split(pieces.sizes)
-    for some, of in pieces.batches():
-        moved = torch._foreach_lerp(of.state[MOMENTUM], of.gradients, 1 - beta)
+    for momentum, gradient, place in zip(pieces.state[MOMENTUM], pieces.scaled(), places, strict=True):
+        moved = torch.lerp(momentum, gradient, 1 - beta)
         if group.get("nesterov", True):
-            moved = torch._foreach_lerp(of.gradients, moved, beta)
-        torch._foreach_copy_(places[some], moved)
+            torch.lerp(gradient, moved, beta, out=moved)
+        place.copy_(moved)
 
 
 def commit(
@@ -70,11 +70,11 @@ def commit(
     rate: float,
 ) -> None:
     """Update weights and momenta in place."""
-    directions = direction.split(pieces.sizes)
-    for some, of in pieces.batches():
-        torch._foreach_lerp_(of.state[MOMENTUM], of.gradients, 1 - float(group["momentum"]))
-        torch._foreach_mul_(of.weights, 1 - float(group["lr"]) * group["weight_decay"])
-        torch._foreach_add_(of.weights, directions[some], alpha=-rate)
+    share, kept = 1 - float(group["momentum"]), 1 - float(group["lr"]) * group["weight_decay"]
+    columns = pieces.weights, pieces.state[MOMENTUM], pieces.scaled(), direction.split(pieces.sizes)
+    for weights, momentum, gradient, own in zip(*columns, strict=True):
+        momentum.lerp_(gradient, share)
+        weights.mul_(kept).add_(own, alpha=-rate)
 
 
 def _by_torch(

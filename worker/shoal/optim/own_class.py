@@ -167,8 +167,7 @@ class OwnClass:
         into: Sequence[Tensor],  # by column (values of all pieces,)
     ) -> None:
         """Gradients, weights, state."""
-        gradients = [gradient for _, some in pieces.batches() for gradient in some.gradients]
-        for place, values in zip(into, (gradients, *self._columns_of(pieces)), strict=True):
+        for place, values in zip(into, ([*pieces.scaled()], *self._columns_of(pieces)), strict=True):
             torch._foreach_copy_(place.split([one.numel() for one in values]), values)
 
     def _columns_of(self, pieces: Pieces) -> list[list[Tensor]]:  # of each piece (values,)

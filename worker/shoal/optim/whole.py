@@ -10,19 +10,15 @@ vote. All three are functions of what they are given: nothing is kept at a home,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.optim.hyper import Group
-
-ON_HOST = 114_688
-"""Elements of a batch there, if it has several pieces: a megabyte or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +46,9 @@ class Pieces:
         """Elements of each."""
         return [piece.numel() for piece in self.gradients]
 
-    def batches(self) -> Iterator[tuple[slice, Pieces]]:
-        """Some pieces at a time, with their gradients scaled. On the host few, so that what is made of them on the way
-        stays in the processor's cache; a device takes all at once.
-        """
-        first, pieces = 0, len(self.gradients)
-        while first < pieces:
-            stop, elements = first + 1, self.gradients[first].numel()
-            while stop < pieces and (elements := elements + self.gradients[stop].numel()) <= self._most:
-                stop += 1
-            some, first = slice(first, stop), stop
-            gradients: Any = self.gradients[some]
-            if self.scale != 1.0:
-                gradients = torch._foreach_mul(gradients, self.scale)
-            yield some, Pieces(self.weights[some], {key: of[some] for key, of in self.state.items()}, gradients)
-
-    @property
-    def _most(self) -> float:
-        """Elements of a batch."""
-        return ON_HOST if self.gradients[0].device.type == "cpu" else math.inf
+    def scaled(self) -> Iterator[Tensor]:  # each (elements,)
+        """The gradients of the pieces, one after the other: what is made of one stays in a processor's cache."""
+        return (gradient if self.scale == 1.0 else gradient * self.scale for gradient in self.gradients)
 
 
 class Columns(NamedTuple):
