@@ -107,6 +107,7 @@ class Shaping:
         """By bucket, those of its tensors."""
         for (bucket, _), anchor in zip(places, anchors(layout, places, costs), strict=True):
             self._homes.setdefault(bucket.index, []).append(_owner_of(anchor, traffic.owned))
+        self._owned: Spans = [layout.cut(runs) for runs in traffic.owned]
         names = names_by_group(held.segments.user)
         self.takes_turns = any(names[bucket.group] for bucket, _ in places)
         """Whether there may be groups without a turn."""
@@ -165,11 +166,10 @@ class Shaping:
 
     def _ways_at(self, boundaries: int) -> list[_Ways]:
         """By bucket. `boundaries`: votes that have passed in this world."""
-        owned: Spans = [self._layout.cut(runs) for runs in self.traffic.owned]
         wanted: Spans = [self._layout.cut(runs) for runs in self.traffic.replays(boundaries)]
-        return [self._ways_of(self._layout.buckets[number], owned, wanted) for number in self._homes]
+        return [self._ways_of(self._layout.buckets[number], wanted) for number in self._homes]
 
-    def _ways_of(self, bucket: Bucket, owned: Spans, wanted: Spans) -> _Ways:
+    def _ways_of(self, bucket: Bucket, wanted: Spans) -> _Ways:
         update, homes = self._whole.update_of(bucket.group), self._homes[bucket.index]
         dtypes = update.columns(bucket.wide_dtype)
         odd = [[*update.odd(slot.parameter.shape).values()] for slot in bucket.slots]
@@ -191,7 +191,7 @@ class Shaping:
             ]
             return tuple(zip(*found, strict=True))
 
-        rank, others, at = self._group.rank, self.traffic.others, bucket.index
+        rank, others, at, owned = self._group.rank, self.traffic.others, bucket.index, self._owned
         ways = (
             {home: shares(home, owned[rank][at], sent) for home in (rank, *others)},
             {peer: shares(rank, owned[peer][at], sent) for peer in others},
