@@ -337,8 +337,8 @@ def _keepers(here: Sequence[Candidate], coordinate: int) -> list[int]:
 def _needed_leavers(
     terms: Terms, here: Sequence[Candidate], trainers: Sequence[int], kept: Sequence[KeptBlocks]
 ) -> list[int]:
-    """Those who leave and train for as long as blocks are kept by them, where there are lanes for them too: the others
-    have no more to do before they must.
+    """Leaving workers that train while they keep blocks, where there are lanes for them too: the others have no
+    more to do than before.
     """
     leaving = [worker for worker, candidate in enumerate(here) if candidate.leaving and worker not in trainers]
     if not leaving:
