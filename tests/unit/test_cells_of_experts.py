@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from crew import Crew
 from expert_parallel import (
     BOTH,
@@ -22,11 +23,13 @@ from expert_parallel import (
     without_chance,
 )
 from rule import Edit, holds, rule
+from shoal.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, coordinate_of, crew_of, trained
 from tiers import check
+from torch import nn
 
 
 class Undropped(Divided):
@@ -248,3 +251,19 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint(
     run(before, tmp_path / "first", 2, 1)
     place = shutil.copytree(tmp_path / "first", tmp_path / "second")
     assert run(after, place, 6, stage) == one_cell(shape)
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """As scripts for DeepSpeed give an optimizer its groups."""
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": model.parameters(), "name": "all"})
+    assert [(group["name"], group.get("moe")) for group in groups] == [("all", None), ("experts of all", True)]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def test_groups_of_experts_for_an_optimizer_train_through_the_death_of_a_place() -> None:
+    task = replace(task_of(EXPERT, 2, max_steps=4), optimizer=grouped)
+    with crew_of("ab", task) as crew:
+        expected = crew.finish()
+    with crew_of("abcde", task) as crew:
+        crew.plant("b", 1, "backward")
+        assert trained(crew) == expected

@@ -203,3 +203,20 @@ def test_a_batch_that_does_not_divide_among_the_places_is_refused(sizes: dict[st
 
 def test_the_layer_is_where_scripts_for_deepspeed_look_for_it() -> None:
     assert deepspeed.moe.layer.MoE is MoE
+
+
+def test_parameters_of_experts_are_told_from_others_by_deepspeeds_names() -> None:
+    utils = deepspeed.moe.utils
+    layer = MoE(4, nn.Linear(4, 4), 3)
+    layer.of_tutel = nn.Parameter(torch.ones(2))
+    layer.of_tutel.allreduce = False
+    shared, experts = utils.split_params_into_shared_and_expert_params(layer.parameters())
+    assert len(experts) == 1 + 3 * 2 and len(shared) == 1 and utils.is_moe_param(layer.of_tutel)
+    assert utils.has_moe_layers(nn.Sequential(layer)) == (True, 3) and not utils.has_moe_layers(nn.Linear(2, 2))[0]
+    groups = [{"params": [*layer.parameters()], "lr": 0.5}, {"params": shared, "lr": 0.25}]
+    made = utils.split_params_into_different_moe_groups_for_optimizer(groups)
+    assert [(len(group["params"]), group["lr"], group.get("moe", False)) for group in made] == [
+        (1, 0.5, False), (1, 0.25, False), (7, 0.5, True),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"deepspeed\.moe\.utils\.configure_moe_param_groups is not in Shoal; there is"):
+        utils.configure_moe_param_groups

@@ -91,6 +91,7 @@ SHARED_MODULE_NAMES = {
     "errors": "of all; of checkpoints; of etcd",
     "rendezvous": "the form of the bytes there; its two ends in a worker",
     "settings": "of the controller, of its sessions, of a worker's",
+    "utils": "two of DeepSpeed's, by its names",
 }
 NAMED_AFTER_OTHERS = ("cli", "wire")
 """Rooms whose modules are named after the command, or the vocabulary, that each of them serves."""

@@ -121,6 +121,12 @@ def marks(module: nn.Module, shape: Shape, coordinate: int) -> dict[str, Mark]:
     return {name: replace(mark, dealt=_numbered(name, mark.dealt, lists)) for name, mark in found.items()}
 
 
+def is_of_expert(parameter: Tensor) -> bool:
+    """Whether it is an expert's, by a mark or as DeepSpeed's layers say it."""
+    given = cast(dict[str, Mark], getattr(parameter, _MARK, {}))
+    return given.get("expert", COMMON).is_own or getattr(parameter, "allreduce", True) is False
+
+
 def _lists_of_experts(module: nn.Module, of_experts: Collection[str]) -> dict[str, int]:
     """What names of their parameters begin with, outer lists first, and how many experts each has."""
     found: dict[str, int] = {}
@@ -152,10 +158,9 @@ def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
                 "a part of its own in the dimensions tensor and expert only."
             )
     found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(parameter, given)
-    of_expert = given.get("expert", COMMON)
-    if not of_expert.is_own and getattr(parameter, "allreduce", True) is not False:
+    if not is_of_expert(parameter):
         return found
-    return replace(found, of_expert=shape.expert > 1, dealt=Dealt(of_expert.dim))
+    return replace(found, of_expert=shape.expert > 1, dealt=Dealt(given.get("expert", COMMON).dim))
 
 
 def _marked(parameter: Tensor, given: dict[str, Mark]) -> Mark:

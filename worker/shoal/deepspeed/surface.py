@@ -117,6 +117,11 @@ MODULE: Mapping[str, str] = {
     "comm.init_distributed": "As `init_distributed`.",
     "moe.layer.MoE(hidden_size, expert, …)": "A layer of experts, divided among the processes of a cell: see "
     "[Cells](cells.md#experts).",
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer(param_groups)": "The groups, and behind them those "
+    "of experts, with `moe: True`.",
+    "moe.utils.split_params_into_shared_and_expert_params(params)": "Two lists.",
+    "moe.utils.is_moe_param(param)": "Whether it is an expert's.",
+    "moe.utils.has_moe_layers(model)": "Whether there is an `MoE`, and how many experts the last one has.",
     "pipe.PipelineModule(layers, num_stages, …)": "A model as a list of layers: see [Pipelines](#pipelines).",
     "pipe.LayerSpec(class, …)": "A layer that is built in the process of its stage alone.",
     "pipe.TiedLayerSpec(key, class, …)": "One of several layers that share parameters.",
@@ -137,7 +142,7 @@ OTHERS: Mapping[str, str] = {
     "comm.is_initialized": "workers meet through the controller, and nothing is to be asked before",
     "get_accelerator": "engine.device is where batches are",
     "init_inference": "Shoal trains",
-    "moe": "there is deepspeed.moe.layer.MoE (docs/cells.md)",
+    "moe": "there is deepspeed.moe.layer.MoE (docs/cells.md), and deepspeed.moe.utils with groups for an optimizer",
     "ops": "use torch.optim's own classes, or the config's section optimizer",
     "pipe": "there are PipelineModule, LayerSpec and TiedLayerSpec of deepspeed.pipe, whose data dimension is the "
     "number of cells",
