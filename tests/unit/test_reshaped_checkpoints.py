@@ -231,8 +231,8 @@ def test_no_more_of_a_checkpoint_is_in_memory_than_of_its_largest_tensor(
 ) -> None:
     """It goes in parts, which are small beside such a tensor."""
     monkeypatch.setattr(snapshot, "PART_BYTES", 1 << 20)
-    for module in ("snapshot", "reshaping", "fingerprint"):
-        monkeypatch.setattr(f"shoal.checkpoint.{module}.READ_BYTES", 1 << 17)
+    for constant in ("snapshot.READ_BYTES", "reshaping.READ_BYTES", "fingerprint.VERIFIED_BYTES"):
+        monkeypatch.setattr(f"shoal.checkpoint.{constant}", 1 << 17)
     with crew_of("ab", replace(task_of(TWO, 1, path=str(tmp_path / "old"), every_steps=1), model=Wide)) as crew:
         crew.finish()
     found = found_in(tmp_path / "old")

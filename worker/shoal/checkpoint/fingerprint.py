@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import without_gaps
 from shoal.checkpoint.reader import Reader, Window
-from shoal.checkpoint.snapshot import READ_BYTES, parts_of
+from shoal.checkpoint.snapshot import parts_of
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
@@ -34,6 +34,8 @@ from shoal.state.training_state import TrainingState, digest_of
 
 ENTRY = struct.Struct("<II")
 """Before the digests of a block: its number, and how many bytes they are. Blocks of other groups have other state."""
+VERIFIED_BYTES = 1 << 19
+"""Of each tensor that is read at once to be verified."""
 
 
 def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
@@ -153,7 +155,7 @@ def verify(reader: Reader) -> Verified:
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
     """Number and digests of each block of a bucket."""
-    for part in parts_of(bucket, READ_BYTES):
+    for part in parts_of(bucket, VERIFIED_BYTES):
         window = Window(part, bucket)
         reader.parameters([part], window)
         for stretch, state in reader.states([part]).items():
