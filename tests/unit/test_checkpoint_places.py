@@ -209,7 +209,7 @@ def test_alone_it_ends_at_once_and_begins_at_step_0_only_where_it_is_told_to(tmp
         Edit(
             "shoal_controller.core.machine.phases.admission",
             "    if theirs == place or (other := _other(turn, hello)) is None:\n",
-            "    if True:\n",
+            "    if (other := _other(turn, hello)) is None or True:\n",
             by="test_a_worker_that_saves_elsewhere_is_refused_before_the_first_step",
         ),
         Edit(

@@ -138,7 +138,7 @@ def test_a_member_of_another_protocol_is_refused_and_ends_once_it_is_given_up() 
     broken_by=Edit(
         "shoal_controller.core.machine.phases.admission",
         "    if theirs == jobs.peers or (other := _other(turn, hello)) is None:",
-        "    if True:",
+        "    if (other := _other(turn, hello)) is None or True:",
     ),
 )
 def test_a_worker_that_exchanges_state_in_another_form_is_refused_before_any_plan_has_it() -> None:
