@@ -12,6 +12,7 @@ from shoal.exchange.traffic import ASKED, BULK
 from shoal.group.asked_order import CARRY_TAG, POSTED_TAG
 from shoal.group.device_group import StagedGroup
 from shoal.group.group import Group, WorldChanged
+from shoal.group.learnt_order import Post
 from shoal.group.ordered import CarriedMessage, OrderedGroup, Trust
 from shoal.group.wait_threads import Connection
 from shoal.process.device import Device
@@ -85,11 +86,14 @@ class MemoryWire:
 
 
 class OrderedCrew(Crew):
-    """A crew, with `asked`: by worker and step, its messages over the host about those of the wire."""
+    """A crew, with `asked`: by worker and step, what it has asked for over the host; `messages`: by worker, how many
+    that took, which a thread may send when the step is over.
+    """
 
     def __init__(self, names: str, task: Task) -> None:
         self.groups: list[OrderedGroup] = []
         self.asked: dict[str, Counter[int]] = defaultdict(Counter)
+        self.messages = Counter[str]()
         self.carrying: dict[Wire, Wire] = {}
         """By the wire of a group over the host, the one of its bulk."""
         self.trust: dict[str, Trust] = defaultdict(Trust)
@@ -100,20 +104,29 @@ class OrderedCrew(Crew):
         wire, rank, wait = below.wire, below.rank, below._wait
         if wire.size == 1:
             return group_on(device, below)
+        crew = self
         worker = next(worker for worker in self.workers.values() if worker.wait == wait)
         asked = self.asked[worker.name]
 
         class Counting(Host):
             def _post(self, kind: str, way: Way) -> Way:
                 if kind == "send" and way[2] in ASKING:
-                    asked[worker.engine.context.state.step + 1] += 1
+                    crew.messages[worker.name] += 1
+                    asked[worker.engine.context.state.step + 1] += way[2] == ASKED
                 return super()._post(kind, way)
 
         host, carrying = Counting(wire, rank, wait), self.carrying.setdefault(wire, Wire(wire.size, self.changed))
         by_wire = MemoryWire(MemoryGroup(carrying, rank, self._let_go))
         staged = StagedGroup(host, device)
-        self.groups.append(OrderedGroup(staged, host, by_wire, device, BULK, self.trust[worker.name]))
-        return self.groups[-1]
+        self.groups.append(group := OrderedGroup(staged, host, by_wire, device, BULK, self.trust[worker.name]))
+        tell = group._asked.on_post
+
+        def on_post(post: Post) -> None:
+            asked[worker.engine.context.state.step + 1] += 1
+            tell(post)
+
+        group._asked.on_post = on_post  # type: ignore[method-assign]
+        return group
 
     def _let_go(self, until: Callable[[], bool]) -> None:
         self.changed.wait_for(until)

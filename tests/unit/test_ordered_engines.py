@@ -64,7 +64,7 @@ def test_a_step_that_asks_says_no_more_over_the_host_than_one_message_for_each_t
     task = late({"stage": stage, "lanes": 4, "max_steps": KNOWN_FROM - 1}, model=lambda: Adapted(0.1, True))
     with OrderedCrew("abc", task) as crew:
         assert crew.finish() == right(task)
-        asked = [crew.asked[name].total() for name in "abc"]
+        asked = [crew.messages[name] for name in "abc"]
         (wire,) = crew.carrying.values()
         posts = Counter(way[0] if kind == "send" else way[1] for kind, way in wire.posts)
         units = posts if stage == 3 else Counter[int]()
