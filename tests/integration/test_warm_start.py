@@ -264,7 +264,7 @@ def test_what_a_worker_leaves_that_is_killed_while_another_is_forked_does_not_st
 ) -> None:
     """Orphans fall to the controller in that time; here the warm process stands still in it."""
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
-    monkeypatch.setattr("shoal_controller.launchers.process.FORK_SECONDS", 3.0)
+    monkeypatch.setattr("shoal_controller.launchers.process.FORK_SECONDS", 60.0)
 
     async def scene(controller: Controller) -> None:
         spec = job(tmp_path, SHOWS_CHILD)
@@ -272,12 +272,14 @@ def test_what_a_worker_leaves_that_is_killed_while_another_is_forked_does_not_st
         await until(lambda: "wait" in written(place.log))
         assert place.pid is not None
         child = psutil.Process(int(written(place.log).split()[1]))
-        os.kill(await warm(controller, spec), signal.SIGSTOP)
+        stands_still = await warm(controller, spec)
+        os.kill(stands_still, signal.SIGSTOP)
         forking = asyncio.create_task(controller.launcher.spawn("w1", spec))
         await until(taking_in_orphans.locked)
         os.kill(place.pid, signal.SIGKILL)
-        assert (await controller.end()).code == -signal.SIGKILL
         await until(lambda: child.ppid() == os.getpid())
+        os.kill(stands_still, signal.SIGCONT)
+        assert (await controller.end()).code == -signal.SIGKILL
         await forking
         await until(lambda: not child.is_running())
         await controller.launcher.kill_all("demo")
