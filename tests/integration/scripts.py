@@ -24,6 +24,19 @@ SLOW = 0.5
 """Seconds per micro-batch of the last steps while a test is at work."""
 
 
+class Count:
+    """A state that a script registers."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences that a small model can learn; the same ones everywhere."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
+from integration.scripts import Count
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
@@ -429,17 +430,6 @@ def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path:
 
 
 # ---- what belongs to the state
-
-
-class Count:
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, given: dict[str, int]) -> None:
-        self.steps = given["steps"]
 
 
 def test_what_a_script_registers_is_saved_restored_and_given_to_joiners(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Task, undisturbed
+from integration.scripts import Count
 from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
 from rule import Edit, holds, rule
@@ -184,19 +185,6 @@ def test_a_world_that_breaks_under_a_rehearsal_makes_it_void(stage: int, monkeyp
         crew.train_to(crew.allowed)
         assert counts(crew) == [6, 0]
         assert crew.finish() == undisturbed(of_usual)
-
-
-class Count:
-    """A state that a script registers."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 def test_a_rehearsal_moves_no_state_that_follows_steps_and_names_one_that_follows_bodies(

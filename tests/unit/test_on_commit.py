@@ -14,7 +14,7 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
 from crew_saves import saved
 from idle_members import answering
-from integration.scripts import Model, Samples
+from integration.scripts import Count, Model, Samples
 from matrices import shortened
 from rule import Edit, holds, rule
 from shoal.blocks.released import Arriving
@@ -409,17 +409,6 @@ def test_what_cannot_follow_steps_is_refused_in_a_sentence() -> None:
         engine.step()
 
 
-class Counts:
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
-
-
 @pytest.mark.parametrize("after_step", [False, True])
 def test_a_registered_state_that_only_the_body_brings_up_to_date_is_named_once(
     after_step: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -427,10 +416,10 @@ def test_a_registered_state_that_only_the_body_brings_up_to_date_is_named_once(
     """And none of those that follow the commits, or stay as they are."""
     idle: set[str] = set()
     monkeypatch.setattr("crew.answer", answering(idle))
-    kept: dict[str, dict[str, Counts]] = {}
+    kept: dict[str, dict[str, Count]] = {}
 
     def prepare(engine: Engine) -> None:
-        of = kept[engine.context.link.worker] = {name: Counts() for name in ("body", "commits", "still")}
+        of = kept[engine.context.link.worker] = {name: Count() for name in ("body", "commits", "still")}
         for name, state in of.items():
             engine.register_state(name, state)
         engine.on_commit(lambda engine: setattr(of["commits"], "steps", engine.global_step))
