@@ -420,10 +420,12 @@ def test_an_exit_status_that_comes_after_the_end_of_the_stream_turns_a_death_int
 # ---- mistakes
 
 
-def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_its_sentence() -> None:
+@pytest.mark.parametrize("rank", ["", "[rank0]: "])
+def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_its_sentence(rank: str) -> None:
     job = job_of(2)
     job.feed(Spawned("w0", Place.of_process(12, "/logs/w0.log")))
-    job.exit("w0", WRONG_USE, "exit status 2", "warming up\nshoal: optimizer.lr is -1;\nexpected 0 or more")
+    tail = f"warming up\n{rank}shoal: optimizer.lr is -1;\n{rank}expected 0 or more\n"
+    job.exit("w0", WRONG_USE, "exit status 2", tail)
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
         "worker w0 cannot run as started: optimizer.lr is -1;\nexpected 0 or more (log: /logs/w0.log)"

@@ -77,13 +77,31 @@ def test_a_mistake_of_the_users_or_a_failed_export_is_everyones_and_what_a_new_p
     assert result_of(error, 0).everyone is everyones
 
 
+def ended_by(ends: str) -> subprocess.CompletedProcess[str]:
+    """A script that has called Shoal, and ends so."""
+    script = f"""if True:
+        import torch
+        from shoal.checkpoint.failure import *
+        from shoal.session.error_hook import tell_errors_in_a_sentence
+        ALONE = dict(backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        tell_errors_in_a_sentence()
+        {ends}"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+
+
 def test_a_process_that_a_fresh_one_is_to_replace_says_so_in_a_sentence_and_by_its_exit_status() -> None:
     fault = result_of(raised(NeedsFreshProcess("it has trained before")), 3).fault
     assert fault is not None and fault.exception == FRESH_PROCESS
-    tells = "from shoal.session.error_hook import tell_errors_in_a_sentence; from shoal.checkpoint.failure import *"
-    script = f"{tells}; tell_errors_in_a_sentence(); raise NeedsFreshProcess('it has trained before')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = ended_by("raise NeedsFreshProcess('it has trained before')")
     assert (done.returncode, done.stderr) == (START_AGAIN, "shoal: it has trained before\n")
+
+
+@pytest.mark.parametrize(("error", "status"), [("UserError", WRONG_USE), ("NeedsFreshProcess", START_AGAIN)])
+def test_a_sentence_is_told_where_torch_distributed_prints_what_a_hook_writes(error: str, status: int) -> None:
+    """As it does in every cell, between `shoal.cell` and `shoal.initialize`."""
+    done = ended_by(f"torch.distributed.init_process_group(**ALONE); raise {error}('lr is -1;\\nexpected more')")
+    assert done.returncode == status
+    assert done.stderr == "[rank0]: shoal: lr is -1;\n[rank0]: expected more\n"
 
 
 def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_and_with_a_status_of_its_own() -> None:

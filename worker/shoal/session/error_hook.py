@@ -5,6 +5,8 @@ Called by all that a script calls first: `shoal.cell`, `shoal.initialize` and th
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -17,7 +19,7 @@ from shoal.checkpoint.failure import NeedsFreshProcess, sentence_of
 
 
 def tell_errors_in_a_sentence() -> None:
-    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status.
+    """Called as soon as anything can be refused. A mistake of the user's has its own exit status.
 
     Once: before an engine's own hook, another one would end the script before the engine has seen why.
     """
@@ -45,7 +47,23 @@ class _Sentences:
             say(sentence_of(error))
         else:
             self._hook(kind, error, trace)
+        # Not raised here: torch.distributed prints what a hook has written only after the hook has returned.
         if isinstance(error, UserError):
-            raise SystemExit(WRONG_USE)
+            leave_with(WRONG_USE)
         if isinstance(error, NeedsFreshProcess):
-            raise SystemExit(START_AGAIN)
+            leave_with(START_AGAIN)
+
+
+def leave_with(status: int) -> None:
+    """The process ends with this status, after all that it does at its end. The last call counts."""
+    atexit.register(_leave, status)
+
+
+def _leave(status: int) -> None:
+    """`atexit` calls it first, for it came last: what else it has is called before the process leaves."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(status)

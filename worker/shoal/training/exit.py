@@ -7,7 +7,6 @@ the script, and not by `atexit` (docs/decisions/0032-a-scripts-end-is-served-bef
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures.thread  # noqa: F401 - what it does at the end comes after what we do
 import faulthandler
 import os
@@ -25,6 +24,7 @@ from shoal_protos.training_log import get_logger, say
 
 from shoal.checkpoint.failure import NeedsFreshProcess, in_a_sentence, result_of
 from shoal.config.out_of_memory import explain
+from shoal.session.error_hook import leave_with
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
 
@@ -70,7 +70,7 @@ class _Ending:
         """As `at_exit`; a process that is to be started again says so by its status, however the script has ended."""
         self.at_exit()
         if self.starts_again:
-            atexit.register(_leave, START_AGAIN)
+            leave_with(START_AGAIN)
 
     def at_exit(self) -> None:
         context = self._engine.context
@@ -137,7 +137,7 @@ class _Ending:
                 training.vote()
         except SystemExit as ended:
             if isinstance(ended.code, int) and ended.code:
-                atexit.register(_leave, ended.code)
+                leave_with(ended.code)
 
 
 class _ExplainsMemory:
@@ -192,21 +192,11 @@ def _with_status(act: Callable[[], None]) -> None:
     try:
         act()
     except ShoalError as error:
-        atexit.register(_leave, FAILED)
+        leave_with(FAILED)
         say(str(error))
     except Exception:
-        atexit.register(_leave, FAILED)
+        leave_with(FAILED)
         raise
-
-
-def _leave(status: int) -> None:
-    """`atexit` calls it first, for it came last: what else it has is called before the process leaves."""
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
-    os._exit(status)
 
 
 def _unless_forked(act: Callable[[], None]) -> Callable[[], None]:

@@ -32,7 +32,9 @@ EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
 FRAME = '  File "'
 """Beginning of a frame in a traceback."""
 RANK = re.compile(r"^\[rank\d+\]: ")
-"""What torch.distributed puts before each line of one."""
+"""What torch.distributed puts before each line of one, and of a sentence."""
+SENTENCE = "shoal: "
+"""Beginning of what a worker says for people."""
 BUGS = frozenset({
     "AssertionError", "AttributeError", "EOFError", "ImportError", "IndentationError", "IndexError", "KeyError",
     "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "SyntaxError", "TabError",
@@ -120,7 +122,7 @@ def forgive(turn: Turn, status: Status) -> None:
 
 def fault_of(log_tail: str) -> Fault | None:
     """Return the fault that ended a script before its hello, from the last traceback in its log; None without one."""
-    lines = [RANK.sub("", line) for line in log_tail.splitlines()]
+    lines = _lines(log_tail)
     frames = [number for number, line in enumerate(lines) if line.startswith(FRAME)]
     raised = next((line for line in lines[frames[-1] :] if line[:1].strip()), "") if frames else ""
     if not raised:
@@ -131,8 +133,13 @@ def fault_of(log_tail: str) -> Fault | None:
 
 def _last_words(log_tail: str) -> str:
     """What the worker says for people at its end, else its last line."""
-    _, found, sentence = f"\n{log_tail.strip()}".rpartition("\nshoal: ")
-    return sentence if found else log_tail.strip().rpartition("\n")[2]
+    lines = _lines(log_tail.strip()) or [""]
+    begins = [number for number, line in enumerate(lines) if line.startswith(SENTENCE)]
+    return "\n".join(lines[begins[-1] :]).removeprefix(SENTENCE) if begins else lines[-1]
+
+
+def _lines(log_tail: str) -> list[str]:
+    return [RANK.sub("", line) for line in log_tail.splitlines()]
 
 
 # ---- counting
