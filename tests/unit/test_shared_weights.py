@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -48,6 +49,12 @@ def layout_of(*blocks: int, dtype: torch.dtype = torch.float32, elements: int = 
 
 LAYOUT = layout_of(3, 2)
 WHOLE = [LAYOUT.whole(bucket) for bucket in LAYOUT.buckets]
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests() -> None:
+    """Crews leave cycles, which would go in the midst of a test that counts what this process holds."""
+    gc.collect()
 
 
 @pytest.fixture
