@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiers import check
@@ -30,6 +31,7 @@ FEW = 500
 PAGES = 16_384
 """Of 64 MiB."""
 SEARCHES = 100
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def faults_of_a_step(*arguments: str, **environment: str) -> int:
@@ -61,6 +63,34 @@ def test_a_step_meets_the_pages_that_the_one_before_has_freed() -> None:
 def test_the_users_own_settings_of_the_heap_stand() -> None:
     tuned = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
     assert faults_of_a_step("keep", **tuned) > PAGES // 2
+
+
+GROWN = """
+import sys, torch
+from pathlib import Path
+from shoal.process.host_memory import keep_freed_memory
+
+if "keep" in sys.argv:
+    keep_freed_memory()
+kept = [torch.empty(1 << 20) for _ in range(100)]  # 4 MiB each
+flags, is_heaps = [], False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if "-" in line.split()[0]:
+        is_heaps = line.endswith("[heap]")
+    if is_heaps and line.startswith("VmFlags"):
+        flags.append("hg" in line.split())
+print(flags)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not HUGE_PAGES.exists(), reason="needs glibc and huge pages")
+def test_what_a_workers_heap_grows_by_is_asked_for_in_huge_pages() -> None:
+    def huge(*arguments: str) -> str:
+        command = [sys.executable, "-c", GROWN, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+    assert huge("keep") == "[False, True]", "what was there, and one piece that has grown"
+    assert huge() == "[False]"
 
 
 PILE = """
