@@ -21,7 +21,7 @@ from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.odd_state import OddStates
+from shoal.blocks.whole_tensors import OddStates
 from shoal.checkpoint.__main__ import main as checkpoint_command
 from shoal.core.laying_out import lay_out
 from shoal.core.layout import Trainable

@@ -4,8 +4,8 @@ The home of a tensor has a twin step on it, in its own shape; weights and state 
 State with one value for each element of every tensor of the group is theirs. All other state of a tensor (rows and
 columns of moments, counts, numbers, what only vectors have) is *odd*: its bytes are packed into the first elements of
 the tensor, in keys of as few bytes an element as it takes. So blocks have it as they have all state: mirrored, filled,
-checkpointed, in the fingerprint. What they keep is the used part (blocks/odd_state.py). A single value goes with what
-it is, as a step may make another kind of it: a ratio of norms is 1 where one of them is zero.
+checkpointed, in the fingerprint. What they keep is the used part (blocks/whole_tensors.py). A single value goes with
+what it is, as a step may make another kind of it: a ratio of norms is 1 where one of them is zero.
 
 `own_class_of` asks the class itself whether that holds: twins train a matrix and a row of numbers by themselves, again,
 beside another tensor, and with all state packed and unpacked between two steps; what comes out is compared bit by bit.
