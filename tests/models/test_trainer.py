@@ -56,7 +56,7 @@ def near(script: Script) -> tuple[Any, Any]:
             by="test_losses_norms_and_rates_are_those_of_the_original",
         ),
         Edit(
-            "shoal.integrations.transformers.batch_order",
+            "shoal.integrations.transformers.step_reader",
             "batches[number] if number < len(batches) else []",
             "batches[number % len(batches)]",
             by="test_losses_norms_and_rates_are_those_of_the_original",
@@ -134,7 +134,7 @@ def test_bits_and_logs_are_the_same_in_worlds_of_1_to_4(names: str, tmp_path: Pa
     "middle reads its order",
     "Data, evaluations and the doors",
     broken_by=Edit(
-        "shoal.integrations.transformers.batch_order",
+        "shoal.integrations.transformers.step_reader",
         '            seed_from(f"{self._seed} order of epoch {epoch}")\n',
         "",
         by="test_samples_are_grouped_by_length_alike_in_every_world",

@@ -37,7 +37,6 @@ from shoal.core.manifest_parts import Lineage
 from shoal.data.data_workers import Reading
 from shoal.data.given_data import reading_of
 from shoal.guards.arguments import check_given, refuse_cells
-from shoal.integrations.transformers.batch_order import BatchOrder
 from shoal.integrations.transformers.elastic_run import ElasticRun, exported
 from shoal.integrations.transformers.engine_config import (
     FOLDER,
@@ -52,7 +51,7 @@ from shoal.integrations.transformers.engine_config import (
     sizes_of,
 )
 from shoal.integrations.transformers.half_precision import mixes_halves, upcast
-from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
+from shoal.integrations.transformers.step_reader import BatchFacts, BatchOrder, StepReader
 from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.session.link_choice import is_worker
 from shoal.training.engine import Engine
