@@ -1,7 +1,7 @@
 """`shoal run`: a controller and the workers of one script, on this machine, until the job is over.
 
 Run again in the same place it continues an unfinished job of that name and replaces a finished one. Beside a living run
-it has its own state and ports (runs.py), or is submitted to the controller of that run (other_jobs.py).
+it has its own state and ports (runs.py), or is submitted to the controller of that run (attend.py).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ async def run(
         "launcher": "local",
         "command": command_of(script, module, own_arguments),
     }
-    from shoal_controller.cli.other_jobs import attached
+    from shoal_controller.cli.attend import attached
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.runs import beside
     from shoal_controller.cli.serve import Places
@@ -187,8 +187,7 @@ async def _trained(
     """Train the job with a controller of its own; return the exit status. `stray`: a warning about misplaced flags."""
     import asyncio
 
-    from shoal_controller.cli.attend import attend
-    from shoal_controller.cli.other_jobs import leave, other_jobs, trains_beside
+    from shoal_controller.cli.attend import attend, leave_others, other_jobs, trains_beside
     from shoal_controller.cli.runs import announced, end_where_another_saves
     from shoal_controller.cli.serve import interrupts, serving
     from shoal_controller.settings import data_folder
@@ -214,7 +213,7 @@ async def _trained(
                     raise UserError(sentence)
                 return status
             finally:
-                tell(*await leave(here, taken, signals))
+                tell(*await leave_others(here, taken, signals))
 
 
 def tell(*sentences: str) -> None:
