@@ -77,7 +77,7 @@ CELLS = [
         ),
         Edit("shoal.training.gathered_units", "else of_averages(peer", "else of_weights(peer"),
         Edit("shoal.offload.state_place", "if AVERAGE not in piece.places:", "if True:"),
-        Edit("shoal.training.sharded_averages", "            give_back()\n", "            del give_back\n"),
+        Edit("shoal.training.averages", "            give_back()\n", "            del give_back\n"),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

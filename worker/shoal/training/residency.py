@@ -30,11 +30,11 @@ from shoal.exchange.traffic import Traffic
 from shoal.guards.step_guard import Comparisons, StepGuard
 from shoal.guards.write_guards import GradientGuard, TakenGradientGuard
 from shoal.state.training_state import Limits
+from shoal.training.averages import ParametersAndAverages
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import units_of_weights
 from shoal.training.parameters import HandedParameters, Parameters
 from shoal.training.reducing import Reducing, ShardReducing, WholeReducing
-from shoal.training.sharded_averages import ParametersAndAverages
 
 
 class Residency:

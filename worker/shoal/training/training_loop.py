@@ -26,7 +26,7 @@ from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
 from shoal.process.numerics import check_threads
 from shoal.state.training_state import ENDS
-from shoal.training.averages_read import AveragesRead
+from shoal.training.averages import AveragesRead
 from shoal.training.context import TrainingContext
 from shoal.training.lane_loop import Made
 from shoal.training.parts import Parts

@@ -1,7 +1,9 @@
-"""Averages of weights where parameters are sharded (stage 3): they come and go in the parameters' place, unit by unit.
+"""Averages of weights as a script reads them: `engine.averaged()`.
 
-While a script reads them, other units stand in for those of the weights, in memory of their own: what is gathered of
-weights stays as it is, with all that autograd has saved of it, and is the parameters' again at the end.
+How they come is the parameters' affair: as a whole copy (parameters.py), or, where parameters are sharded (stage 3),
+unit by unit in the parameters' place. There, while a script reads them, other units stand in for those of the weights,
+in memory of their own: what is gathered of weights stays as it is, with all that autograd has saved of it, and is the
+parameters' again at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
@@ -19,8 +22,43 @@ from shoal.blocks.unit_flats import Presence
 from shoal.exchange.unit_fetch import AverageFetch
 from shoal.exchange.world import World
 from shoal.training.context import TrainingContext
+from shoal.training.evaluation import untouched
 from shoal.training.gathered_units import GatheredUnits, Own
+from shoal.training.parameters import Parameters
 from shoal.training.sharded_parameters import ShardedParameters, listen, with_parameters
+
+
+class AveragesRead:
+    """What a script reads of averages of weights on one worker, and what is refused meanwhile."""
+
+    def __init__(self, context: TrainingContext, parameters: Parameters) -> None:
+        self._context, self._parameters = context, parameters
+        self.are_shown = False
+        """Whether the module's parameters are the averages: what a loop does with a step is refused then."""
+
+    def check(self, call: str) -> None:
+        """Raises `UserError` where this job has no averages to be read. `call`: how the script asks."""
+        if self._context.config.average is None:
+            raise UserError(f"{call} needs averages of weights, and this job keeps none; set `shoal.average`.")
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """`Engine.averaged`."""
+        context = self._context
+        self.check("engine.averaged")
+        context.first_weights.check("engine.averaged")
+        if self.are_shown:
+            raise UserError("engine.averaged was entered within engine.averaged; leave the first one before it.")
+        with untouched(context.state.module), context.forward_seed.away(), torch.no_grad(), self._parameters.averaged():
+            self.are_shown = True
+            try:
+                yield
+            finally:
+                self.are_shown = False
+
+    def refuse(self, call: str) -> None:
+        """Raises `UserError`: averages are shown."""
+        raise UserError(f"{call} was called within engine.averaged; leave that context before it.")
 
 
 class AveragedUnits(GatheredUnits):
