@@ -8,6 +8,11 @@ that the Trainer would fill in is filled in here; numbers that the file and the 
 `check_honourable` refuses arguments of a Trainer that cannot be honoured, all at once, each with its sentence;
 docs/transformers.md has the same list, and a test compares them. The library would import DeepSpeed when arguments with
 `deepspeed=…` are made: after `put_deepspeed_aside`, at the import of this package, they just keep the value.
+
+Trained parameters of models in half precision, as `from_pretrained` gives them where the checkpoint is, become float32.
+Frozen parameters stay as they are, so that a large base under adapters takes no more memory; where others of that model
+are trained beside them, the forward runs under autocast. Parameters that the engine keeps in half precision itself,
+with float32 masters, are left alone: the DeepSpeed configuration asks for that (`bf16`, `fp16`).
 """
 
 from __future__ import annotations
@@ -17,11 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from shoal_protos.config_file import parsed_config, read_config, whole
 from shoal_protos.errors import UserError
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.text import shown
+from shoal_protos.training_log import get_logger
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from shoal.config.load import Beside
@@ -35,6 +43,9 @@ ALL = 10**15
 WARM_UP = "scheduler.params.warmup_num_steps"
 NO_CLIPPING = 1e38
 """A norm that no gradient reaches: the Trainer tells the norm of a step also where it does not clip."""
+HALVES = (torch.bfloat16, torch.float16)
+
+log = get_logger("shoal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,3 +364,34 @@ def put_deepspeed_aside() -> None:
 
     post_init.puts_deepspeed_aside = True  # type: ignore[attr-defined]
     kind.__post_init__ = post_init
+
+
+# ---- models in half precision
+
+
+def mixes_halves(model: nn.Module) -> bool:
+    """Whether parameters in half precision are trained beside frozen ones."""
+    return {one.requires_grad for one in model.parameters() if one.dtype in HALVES} == {True, False}
+
+
+def upcast(model: nn.Module) -> None:
+    """Parameters that are trained in half precision are float32 from here on."""
+    mixed, dtypes = mixes_halves(model), set[str]()
+    for module in model.modules():
+        for tensor in _to_be_upcast(module, mixed):
+            dtypes.add(str(tensor.dtype))
+            tensor.grad, tensor.data = None, tensor.data.float()
+    if dtypes:
+        autocast = ", and the forward runs under autocast" if mixed else ""
+        log.info("trained_in_float32", loaded_as=sorted(dtypes), means=f"frozen parameters stay as they are{autocast}")
+
+
+def _to_be_upcast(module: nn.Module, mixed: bool) -> Iterator[Tensor]:
+    """Of the module itself. Beside trained ones also frozen vectors, since a norm takes no wider input than its weight;
+    and the buffers of modules with such parameters.
+    """
+    own = [one for one in module.parameters(recurse=False) if one.dtype in HALVES]
+    found = [one for one in own if one.requires_grad or (mixed and one.dim() < 2)]
+    yield from found
+    if found:
+        yield from (buffer for buffer in module.buffers(recurse=False) if buffer.dtype in HALVES)

@@ -47,10 +47,11 @@ from shoal.integrations.transformers.engine_config import (
     check_loader,
     config_of,
     deepspeed_config,
+    mixes_halves,
     section_shoal,
     sizes_of,
+    upcast,
 )
-from shoal.integrations.transformers.half_precision import mixes_halves, upcast
 from shoal.integrations.transformers.step_reader import BatchFacts, BatchOrder, StepReader
 from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.session.link_choice import is_worker
