@@ -51,9 +51,9 @@ class Mark:
     def way(self, shape: Shape) -> str:
         """How it is divided in cells of that shape, in words."""
         if self.is_own and shape.tensor > 1:
-            pieces = f", {self.stride} pieces a place" if self.stride > 1 else ""
             of_expert = "an expert's and " if self.of_expert else ""
-            return f"{of_expert}cut along dimension {self.dim} among the places of tensor{pieces}"
+            cut = Cut(self.dim, self.stride)
+            return f"{of_expert}cut along dimension {cut.dim} among the places of tensor{cut.in_pieces}"
         return "an expert's" if self.of_expert else "common to all places"
 
 
@@ -195,10 +195,9 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
         if cut is not None:
             if not cut.divides(tuple(parameter.shape), size):
-                pieces = f", {cut.stride} pieces a place" if cut.stride > 1 else ""
                 raise UserError(
                     f'parameter "{name}" of shape {tuple(parameter.shape)} is a DTensor that is cut into {size} parts '
-                    f"along dimension {cut.dim}{pieces}, which are not equal; not supported yet."
+                    f"along dimension {cut.dim}{cut.in_pieces}, which are not equal; not supported yet."
                 )
             own = Mark(True, dim=cut.dim, stride=cut.stride)
             found = Mark(of_expert=True, dealt=Dealt(cut.dim)) if of_expert else own

@@ -48,6 +48,11 @@ class Cut(NamedTuple):
     than one where several matrices are fused, each of which is cut, as Megatron does.
     """
 
+    @property
+    def in_pieces(self) -> str:
+        """How many pieces a place has, as the end of a sentence; empty where it is one."""
+        return f", {self.stride} pieces a place" if self.stride > 1 else ""
+
     def whole_shape(self, shape: tuple[int, ...], places: int) -> tuple[int, ...]:
         """Of the whole, whose parts have this shape."""
         return (*shape[: self.dim], shape[self.dim] * places, *shape[self.dim + 1 :])
