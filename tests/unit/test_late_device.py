@@ -169,8 +169,8 @@ PARAMETERS_TOO: dict[str, Any] = {"stage": 3, "offload": "cpu", "offload_param":
         ),
         Edit(
             "shoal.exchange.unit_fetch",
-            "                copy.join()\n\n\nclass Average",
-            "                assert copy\n\n\nclass Average",
+            "                copy.join()\n\n\ndef answers_of",
+            "                assert copy\n\n\ndef answers_of",
             by="test_what_was_copied_up_to_a_unit_has_landed_when_the_unit_is_given_up",
         ),
     ],

@@ -139,22 +139,6 @@ class UnitFetch:
                 copy.join()
 
 
-class AverageFetch(UnitFetch):
-    """The same of averages of weights, which are asked for by numbers that follow those of the units."""
-
-    def __init__(
-        self,
-        group: Group,
-        traffic: UnitTraffic,
-        key: Key,
-        flats: RangeValues,
-        put_own: PutOwn,
-        is_in_lane: Callable[[], bool],
-    ) -> None:
-        super().__init__(group, traffic, key, flats, put_own, is_in_lane)
-        self.first = traffic.units
-
-
 def answers_of(
     traffic: UnitTraffic, boundaries: int, values: RangeValues, lock: threading.Lock
 ) -> Callable[[int, int], list[Tensor]]:  # each (elements,)

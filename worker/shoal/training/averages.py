@@ -19,7 +19,6 @@ from shoal.blocks.flat import adopt_without_values
 from shoal.blocks.released import OnTouch, release, restore
 from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.unit_flats import Presence
-from shoal.exchange.unit_fetch import AverageFetch
 from shoal.exchange.world import World
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import untouched
@@ -64,7 +63,6 @@ class AveragesRead:
 class AveragedUnits(GatheredUnits):
     """Averages in the place of the parameters, until `put_back`. `weights`: what they are in the place of."""
 
-    fetch_by = AverageFetch
     are_weights = False
 
     def __init__(self, context: TrainingContext, on_touch: OnTouch, weights: GatheredUnits) -> None:

@@ -137,8 +137,6 @@ def units_of_weights(context: TrainingContext, weights: HeldWeights, on_touch: O
 class GatheredUnits:
     """`on_touch` is called when a parameter of a unit that is not here is used."""
 
-    fetch_by: type[UnitFetch] = UnitFetch
-    """What brings them from their owners."""
     are_weights = True
     """Whether they are those that are trained."""
 
@@ -250,10 +248,13 @@ class GatheredUnits:
         if self._owners is not None and self._memory.mapped is not None:
             return SeenUnits(world.group, self._owners, key, self._memory.mapped)
         loop, module = self._context.loop, state.module
-        return self.fetch_by(
+        fetch = UnitFetch(
             world.group, traffic, key, self._flats, self._put_own,
             is_in_lane=lambda: loop.in_flight and module.training,  # and not in an evaluation
         )  # fmt: skip
+        if not self.are_weights:
+            fetch.first = traffic.units  # averages are asked for by the numbers that follow those of the units
+        return fetch
 
     def _look(self, world: World, key: Key) -> dict[int, SeenWeights] | None:
         """Maps the memory of all owners, where it can be seen."""
