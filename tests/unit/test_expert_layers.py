@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import shoal
 import shoal.deepspeed as deepspeed
 import torch
-from expert_parallel import BOTH, EXPERT, Divided
+from expert_parallel import BOTH, EXPERT, Divided, group_of
+from shoal.cells.hub import CellHub
+from shoal.cells.marks import marks
 from shoal.deepspeed.moe.layer import Choice, MoE, Routing, TopKGate
 from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of
 from torch import Tensor, nn
 
@@ -76,6 +80,15 @@ def test_an_expert_takes_its_share_times_the_factor_or_the_least_number(
     assert TopKGate(WIDTH, routing).train(training).capacity(tokens) == capacity
 
 
+@pytest.mark.parametrize(("factor", "k", "tokens", "experts"), [(1.1, 1, 100, 10), (1.2, 2, 1520, 64), (0.7, 4, 60, 6)])
+def test_the_room_of_an_expert_is_rounded_as_deepspeed_does_in_float32(
+    factor: float, k: int, tokens: int, experts: int
+) -> None:
+    of_deepspeed = torch.ceil((tokens / experts) * torch.tensor(factor * k))
+    routing = Routing(experts, k, capacity_factor=factor, min_capacity=0)
+    assert TopKGate(WIDTH, routing).capacity(tokens) == int(of_deepspeed)
+
+
 def choice_of(experts: list[list[int]], probabilities: list[list[float]]) -> Choice:
     chosen = nn.functional.one_hot(torch.tensor(experts), len(probabilities[0])).bool()
     return Choice(torch.tensor(experts), chosen, torch.tensor(probabilities))
@@ -124,6 +137,68 @@ def test_noise_goes_by_the_seed_of_the_micro_batch(options: dict[str, Any]) -> N
     assert torch.equal(output(1), output(1)) and not torch.equal(output(1), output(2))
 
 
+class Returning(nn.Linear):
+    """A layer that returns something made of its output."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.made = made
+
+    def forward(self, rows: Tensor) -> Any:
+        return self.made(super().forward(rows))
+
+
+@pytest.mark.parametrize("use_residual", [False, True])
+def test_of_a_tuple_that_an_expert_returns_the_first_counts(use_residual: bool) -> None:
+    def output(made: Callable[[Tensor], Any]) -> list[float]:
+        torch.manual_seed(0)
+        layer = MoE(WIDTH, Returning(made), 4, use_residual=use_residual)
+        return numbers(layer(torch.ones(6, WIDTH))[0])
+
+    assert output(lambda rows: (rows, None)) == output(lambda rows: rows)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda rows: torch.cat([rows, rows], -1), r"a Returning, returns shape \(4, 16\) for rows of shape \(4, 8\)"),
+        (lambda rows: {"rows": rows}, r"returns a dict for rows of shape"),
+        (lambda _: (), r"returns a tuple for rows of shape"),
+    ],
+)
+def test_an_expert_that_returns_no_rows_of_the_same_shape_is_named(made: Callable[[Tensor], Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        MoE(WIDTH, Returning(made), 4)(torch.ones(6, WIDTH))
+
+
+def test_options_may_stand_in_deepspeeds_order() -> None:
+    made = MoE(WIDTH, expert(), 4, 1, 2, 1.5, 2.0, 3, True, "Jitter", False, False, top2_2nd_expert_sampling=False)
+    assert made.deepspeed_moe.gate.routing == Routing(4, 2, 1.5, 2.0, 3, "Jitter", False, False, False)
+    assert made.use_residual
+
+
+def test_layers_that_are_given_one_expert_have_its_residual_in_common() -> None:
+    shared = expert()
+    layers = nn.ModuleList(MoE(WIDTH, shared, number, use_residual=True) for number in (2, 4))
+    assert layers[0].mlp is layers[1].mlp is shared
+    of_experts = [one for layer in layers for one in layer.deepspeed_moe.experts.parameters()]  # type: ignore[union-attr,operator]
+    assert len({id(one) for one in of_experts}) == 2 * (2 + 4) and not deepspeed.moe.utils.is_moe_param(shared.weight)
+
+
+def test_a_copy_of_a_layer_keeps_what_its_parameters_are_and_its_group() -> None:
+    hub = CellHub(EXPERT, 1)
+    made = copy.deepcopy(nn.Sequential(MoE(WIDTH, expert(), 4, 2, group=group_of(hub, "expert"))))
+    found = marks(made, EXPERT, 1)
+    assert {name for name, mark in found.items() if mark.of_expert} == {n for n in found if ".deepspeed_experts." in n}
+    assert made[0].deepspeed_moe.group.size() == 2
+
+
+def test_a_layer_of_which_each_place_has_all_experts_is_common_also_if_made_before_the_cell() -> None:
+    made = MoE(WIDTH, expert(), 4)
+    assert not any(mark.of_expert or mark.dealt for mark in marks(made, EXPERT, 0).values())
+    assert sum(mark.dealt is not None for mark in marks(made, Shape(), 0).values()) == 8, "more places would divide it"
+
+
 def expert() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
@@ -141,6 +216,11 @@ def expert() -> nn.Module:
         (lambda: MoE(WIDTH, expert(), 4, capacity_fator=2), "MoE has no argument capacity_fator.*capacity_factor="),
         (lambda: MoE(WIDTH, nn.Linear, 4), "the class Linear as expert; expected a torch.nn.Module, of which each"),  # type: ignore[arg-type]
         (lambda: MoE(WIDTH, expert, 4), "a function as expert; expected a torch.nn.Module"),  # type: ignore[arg-type]
+        (
+            lambda: MoE(WIDTH, expert(), 4, 1, 2, k=2),
+            "5 arguments by position, and k by name, too; expected",
+        ),
+        (lambda: MoE(WIDTH, expert(), 4, 1, *range(12)), "16 arguments by position; expected hidden_size, expert, num"),
         (lambda: MoE(WIDTH, expert(), 4, 2), r"ep_size 2, and the cell has 1 places for experts; call shoal\.cell"),
     ],
 )
@@ -212,11 +292,27 @@ def test_parameters_of_experts_are_told_from_others_by_deepspeeds_names() -> Non
     layer.of_tutel.allreduce = False
     shared, experts = utils.split_params_into_shared_and_expert_params(layer.parameters())
     assert len(experts) == 1 + 3 * 2 and len(shared) == 1 and utils.is_moe_param(layer.of_tutel)
-    assert utils.has_moe_layers(nn.Sequential(layer)) == (True, 3) and not utils.has_moe_layers(nn.Linear(2, 2))[0]
-    groups = [{"params": [*layer.parameters()], "lr": 0.5}, {"params": shared, "lr": 0.25}]
+    two = nn.Sequential(layer, MoE(4, nn.Linear(4, 4), 5))
+    assert utils.has_moe_layers(two) == (True, 3) and not utils.has_moe_layers(nn.Linear(2, 2))[0]
+    groups = [{"params": [*layer.parameters()], "lr": 0.5, "name": "all"}, {"params": shared, "lr": 0.25}]
     made = utils.split_params_into_different_moe_groups_for_optimizer(groups)
-    assert [(len(group["params"]), group["lr"], group.get("moe", False)) for group in made] == [
-        (1, 0.5, False), (1, 0.25, False), (7, 0.5, True),
+    assert made is groups, "as DeepSpeed's does it changes a list"
+    assert [(group.get("name"), len(group["params"]), group["lr"], group.get("moe", False)) for group in made] == [
+        ("all", 1, 0.5, False), (None, 1, 0.25, False), ("experts", 1, 0.5, True), ("ep_size_1", 6, 0.5, True),
     ]  # fmt: skip
+    assert all(one.allreduce is False and one.group_name == "ep_size_1" for one in made[3]["params"])
     with pytest.raises(UserError, match=r"deepspeed\.moe\.utils\.configure_moe_param_groups is not in Shoal; there is"):
         utils.configure_moe_param_groups
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda layer: layer.parameters(), "is given a generator; expected a group of an optimizer, such as"),
+        (lambda layer: [*layer.parameters()], "is given a Parameter; expected a group of an optimizer"),
+        (lambda _: [{"lr": 0.1}], "is given a group without params; expected"),
+    ],
+)
+def test_what_is_no_group_of_an_optimizer_is_refused(given: Callable[[nn.Module], Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(given(expert()))

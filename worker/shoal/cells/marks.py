@@ -158,7 +158,8 @@ def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
                 "a part of its own in the dimensions tensor and expert only."
             )
     found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(parameter, given)
-    if not is_of_expert(parameter):
+    all_have_it = "expert" in given and not given["expert"].is_own
+    if not is_of_expert(parameter) or (all_have_it and shape.expert > 1):
         return found
     return replace(found, of_expert=shape.expert > 1, dealt=Dealt(given.get("expert", COMMON).dim))
 

@@ -82,6 +82,10 @@ class CellGroup(_ProcessGroup):  # type: ignore[misc]
         """As torch's Python asks for it."""
         return self.place.name
 
+    def __deepcopy__(self, _: object) -> CellGroup:
+        """The group itself: a copy of a layer is at the same place."""
+        return self
+
     def _run(self, made: Sequence[Collective], results: object) -> CellWork:
         return CellWork([self.place.begin(one) for one in made], results)
 

@@ -21,7 +21,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
 
-from shoal.cells.marks import sharded
+from shoal.cells.marks import common, sharded
 from shoal.guards.arguments import refuse_unknown
 from shoal.session.cell_opening import opened_cell
 
@@ -96,10 +96,13 @@ class TopKGate(nn.Module):
         self.routing = routing
 
     def capacity(self, tokens: int) -> int:
-        """How many tokens an expert takes of so many, where others are left out."""
+        """How many tokens an expert takes of so many, where others are left out. In float32, as DeepSpeed computes it:
+        in float64 1.1 times a share of 10 is a little more than 11, and would have room for 12.
+        """
         routing = self.routing
         factor = routing.capacity_factor if self.training else routing.eval_capacity_factor
-        return max(math.ceil(tokens / routing.num_experts * (factor * routing.k)), routing.min_capacity, 1)
+        share = _single(tokens / routing.num_experts)
+        return max(math.ceil(_single(share * _single(factor * routing.k))), routing.min_capacity, 1)
 
     def choose(
         self,
@@ -174,12 +177,23 @@ def _places(
     )
 
 
+def _single(number: float) -> float:
+    """The nearest float32, by Veltkamp's splitting: dynamo traces it."""
+    split = number * (2.0**29 + 1)
+    return split - (split - number)
+
+
 def _gumbel(like: Tensor) -> Tensor:  # of its shape
     return -torch.empty_like(like).exponential_().log()
 
 
 log = get_logger("shoal")
 ARGUMENTS = ("hidden_size", "expert", "num_experts", "ep_size")
+POSITIONAL = (
+    "k", "capacity_factor", "eval_capacity_factor", "min_capacity", "use_residual", "noisy_gate_policy", "drop_tokens",
+    "use_rts", "use_tutel", "enable_expert_tensor_parallelism", "top2_2nd_expert_sampling",
+)  # fmt: skip
+"""Those after them, in DeepSpeed's order."""
 UNREAD = {
     "use_tutel": "tokens are laid out by torch's own kernels",
     "enable_expert_tensor_parallelism": "an expert says itself which of its parameters are divided over tensor",
@@ -198,20 +212,21 @@ class MoE(nn.Module):
         expert: nn.Module,
         num_experts: int = 1,
         ep_size: int = 1,
-        *,
+        *positional: Any,
         group: Any = None,
         **options: Any,
     ) -> None:
         """`expert`: of which every expert is a copy. `ep_size`: among how many processes they are divided: those of the
         cell's dimension `expert`, or 1. `group`: of these, in place of the cell's. `options`: those of `Routing`, and
-        `use_residual`; by DeepSpeed's names. Raises `UserError`.
+        `use_residual`; by DeepSpeed's names, or `positional` in its order. Raises `UserError`.
         """
         super().__init__()
+        options = _by_name(positional, options)
         if not isinstance(expert, nn.Module):
             of = f"the class {expert.__name__}" if isinstance(expert, type) else f"a {type(expert).__name__}"
             raise UserError(f"MoE is given {of} as expert; expected a torch.nn.Module, of which each expert is a copy.")
         self.use_residual = bool(options.pop("use_residual", False))
-        self.num_experts, self.ep_size = num_experts, ep_size
+        self.num_experts, self.ep_size, self.expert_group_name = num_experts, ep_size, f"ep_size_{ep_size}"
         gate = TopKGate(hidden_size, _routing(num_experts, options))
         group = group if group is not None else _group(ep_size)
         if num_experts % ep_size:
@@ -220,10 +235,9 @@ class MoE(nn.Module):
                 "expected a multiple of them."
             )
         self.num_local_experts = num_experts // ep_size
-        are_divided = ep_size > 1 or not _are_places()
-        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, are_divided), group)
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, ep_size), group)
         if self.use_residual:
-            self.mlp, self.coefficient = _copied(expert), nn.Linear(hidden_size, 2)
+            self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def forward(
         self,
@@ -232,7 +246,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:  # (…, hidden_size); () float32; (experts,) int64
         output, loss, counts = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            of_mlp, parts = self.mlp(hidden_states), self.coefficient(hidden_states).softmax(-1)
+            of_mlp, parts = _made_by(self.mlp, hidden_states), self.coefficient(hidden_states).softmax(-1)
             output = output * parts[..., 0:1] + of_mlp * parts[..., 1:]
         return output, loss, counts
 
@@ -242,19 +256,30 @@ class Experts(nn.Module):
 
     is_one_unit = True
 
-    def __init__(self, expert: nn.Module, count: int, are_divided: bool) -> None:
-        """`are_divided`: among places of the cell's experts, or so that more of these would each have some."""
+    def __init__(self, expert: nn.Module, count: int, ep_size: int) -> None:
+        """`ep_size`: among how many processes they are divided; 1: each has all, in a cell of more places, too."""
         super().__init__()
         self.deepspeed_experts = nn.ModuleList(_copied(expert) for _ in range(count))
-        for parameter in self.deepspeed_experts.parameters() if are_divided else ():
-            sharded(parameter, over="expert")
+        self.ep_size = ep_size
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy: one by `copy.deepcopy` has parameters without attributes."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _mark(self) -> None:
+        """As DeepSpeed marks them, too, which scripts read."""
+        for parameter in self.deepspeed_experts.parameters():
+            (sharded if self.ep_size > 1 else common)(parameter, over="expert")
+            vars(parameter).update(allreduce=False, group_name=f"ep_size_{self.ep_size}")
 
     def forward(
         self,
         rows: Tensor,  # (experts here, rows, model_dim)
     ) -> Tensor:  # the same shape
         """Each expert's of its rows."""
-        return torch.stack([expert(own) for expert, own in zip(self.deepspeed_experts, rows.unbind(), strict=True)])
+        return torch.stack([_made_by(one, own) for one, own in zip(self.deepspeed_experts, rows.unbind(), strict=True)])
 
 
 class MOELayer(nn.Module):
@@ -325,10 +350,25 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(gradient, ctx.group), None
 
 
+def _made_by(
+    expert: nn.Module,
+    rows: Tensor,  # (…, model_dim)
+) -> Tensor:  # the same shape
+    """Of a tuple its first, as DeepSpeed takes it: Megatron's layers return a bias beside it. Raises `UserError`."""
+    made = expert(rows)
+    made = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(made, Tensor) or made.shape != rows.shape:
+        what = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise UserError(
+            f"an expert of MoE, a {type(expert).__name__}, returns {what} for rows of shape {tuple(rows.shape)}; "
+            "expected a tensor of that shape, or a tuple that begins with one."
+        )
+    return made
+
+
 def _copied(expert: nn.Module) -> nn.Module:
-    """With the marks of its parameters, and the process groups that it has as they are."""
-    groups = [one for part in expert.modules() for one in vars(part).values() if isinstance(one, dist.ProcessGroup)]
-    made = copy.deepcopy(expert, {id(group): group for group in groups})
+    """With the marks of its parameters."""
+    made = copy.deepcopy(expert)
     for mine, other in zip(expert.parameters(), made.parameters(), strict=True):
         vars(other).update(vars(mine))
     return made
@@ -345,10 +385,16 @@ def _routing(num_experts: int, options: dict[str, Any]) -> Routing:
     return routing
 
 
-def _are_places() -> bool:
-    """Whether the cell has several places of experts, each of which has all of a layer whose `ep_size` is 1."""
-    cell = opened_cell()
-    return cell is not None and cell.size("expert") > 1
+def _by_name(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """All options, those that are given by position, too. Raises `UserError`."""
+    named = dict(zip(POSITIONAL, positional, strict=False))
+    if len(positional) > len(POSITIONAL) or not named.keys().isdisjoint(options):
+        given, twice = len(ARGUMENTS) + len(positional), ", ".join(name for name in named if name in options)
+        raise UserError(
+            f"MoE is given {given} arguments by position{twice and ', and ' + twice + ' by name, too'}; expected "
+            f"{', '.join((*ARGUMENTS, *POSITIONAL))}, each once."
+        )
+    return {**named, **options}
 
 
 def _group(ep_size: int) -> Any:

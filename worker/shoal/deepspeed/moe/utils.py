@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.cells.marks import is_of_expert
@@ -16,14 +17,16 @@ __all__ = [
     "split_params_into_shared_and_expert_params",
 ]  # fmt: skip
 
-Group = Mapping[str, Any]
+Group = MutableMapping[str, Any]
 """Of an optimizer: `params`, and what it says of them."""
+WITHOUT_NAME = "experts"
+"""The name of a group of parameters that are not `MoE`'s, and say none in `group_name`."""
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has layers of experts, and how many experts the last of them has; 0 without."""
-    counts = [part.num_experts for part in m.modules() if isinstance(part, MoE)]
-    return bool(counts), counts[-1] if counts else 0
+    """Whether a model has layers of experts, and how many experts the first of them has; 0 without."""
+    first = next((part for part in m.modules() if isinstance(part, MoE)), None)
+    return first is not None, 0 if first is None else first.num_experts
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -41,22 +44,47 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | Sequence[Group], max_group_size: float | None = None
-) -> list[dict[str, Any]]:
-    """The groups, and behind them one of each that has experts, with the same options and `moe: True`; of a group with
-    a name it is named after it. `max_group_size` changes nothing: blocks are cut from all parameters alike.
+) -> list[Group]:
+    """The groups without their experts, and behind them those of experts, with the same options, `moe: True` and the
+    name of the processes that divide them (`ep_size_2`). As DeepSpeed's does, it changes the groups that are given,
+    and a list of them. `max_group_size` changes nothing: blocks are cut from all parameters alike. Raises `UserError`.
     """
     del max_group_size
-    groups = [param_groups] if isinstance(param_groups, Mapping) else [*param_groups]
-    split = [(group, *split_params_into_shared_and_expert_params(group["params"])) for group in groups]
-    return [
-        *({**group, "params": shared} for group, shared, _ in split),
-        *(_of_experts(group, experts) for group, _, experts in split if experts),
+    groups = param_groups if isinstance(param_groups, list) else [*_as_groups(param_groups)]
+    _check(groups)
+    split = [split_params_into_shared_and_expert_params(group["params"]) for group in groups]
+    of_experts = [
+        {**group, "name": name, "moe": True, "params": own}
+        for group, (_, experts) in zip(groups, split, strict=True)
+        for name, own in _by_name(experts).items()
     ]
+    for group, (shared, _) in zip(groups, split, strict=True):
+        group["params"] = shared
+    groups.extend(of_experts)
+    return groups
 
 
-def _of_experts(group: Group, experts: list[Tensor]) -> dict[str, Any]:
-    name = {"name": f"experts of {group['name']}"} if "name" in group else {}
-    return {**group, **name, "params": experts, "moe": True}
+def _as_groups(given: Any) -> Iterable[Any]:
+    if isinstance(given, Mapping):
+        return [given]
+    return given if isinstance(given, tuple) else [given]
+
+
+def _check(groups: Sequence[Any]) -> None:
+    strange = next((one for one in groups if not isinstance(one, MutableMapping) or "params" not in one), None)
+    if strange is not None:
+        what = "a group without params" if isinstance(strange, Mapping) else f"a {type(strange).__name__}"
+        raise UserError(
+            f"split_params_into_different_moe_groups_for_optimizer is given {what}; expected a group of an optimizer, "
+            'such as {"params": [*model.parameters()], "name": "all"}, or a list of them.'
+        )
+
+
+def _by_name(experts: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for parameter in experts:
+        found.setdefault(getattr(parameter, "group_name", WITHOUT_NAME), []).append(parameter)
+    return found
 
 
 def __getattr__(name: str) -> NoReturn:
