@@ -256,7 +256,7 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint(
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
     """As scripts for DeepSpeed give an optimizer its groups."""
     groups = split_params_into_different_moe_groups_for_optimizer({"params": model.parameters(), "name": "all"})
-    assert [(group["name"], group.get("moe")) for group in groups] == [("all", None), ("experts of all", True)]
+    assert [(group["name"], group.get("moe")) for group in groups] == [("all", None), ("ep_size_2", True)]
     return torch.optim.AdamW(groups, lr=1e-3)
 
 

@@ -432,6 +432,13 @@ def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_i
     )
 
 
+def test_a_script_that_ends_as_for_a_mistake_and_writes_nothing_fails_the_job_with_a_sentence_all_the_same() -> None:
+    job = job_of(2)
+    job.feed(Spawned("w0", Place.of_process(12, "/logs/w0.log")))
+    job.exit("w0", WRONG_USE, "exit status 2", " \n")
+    assert job.view.reason.startswith("worker w0 cannot run as started: its script ended with status 2 and wrote noth")
+
+
 def test_a_replacement_that_cannot_start_does_not_end_a_world_that_trains() -> None:
     job = job_of(2)
     live(job, 10)

@@ -111,6 +111,26 @@ def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_a
     assert done.stderr.startswith("shoal: ") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        ("raise UserError('a size is wrong')", WRONG_USE, "shoal: a size is wrong"),
+        ("{}['a key']", 1, "still runs after"),
+        ("sys.exit(3)", 1, 'its thread "mine" still runs after'),
+    ],
+)
+def test_a_script_that_ends_before_its_engine_ends_its_process_though_a_thread_of_it_runs(
+    end: str, status: int, words: str
+) -> None:
+    script = (
+        "import sys, threading; from shoal_protos.errors import UserError; from shoal.session import error_hook as it\n"
+        "it.GRACE_SECONDS = 0.1; it.tell_errors_in_a_sentence({'SHOAL_CONTROLLER': 'host:1'})\n"
+        f"threading.Thread(target=threading.Event().wait, name='mine').start(); {end}"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == status and words in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("call", ["runtime", "pipe.PipelineModule([], num_stages=0)", "initialize()"])
 def test_what_a_script_for_deepspeed_cannot_do_ends_it_with_a_sentence_wherever_it_is(call: str) -> None:
     script = f"import shoal.deepspeed as deepspeed; deepspeed.init_distributed(); deepspeed.{call}"

@@ -117,11 +117,12 @@ MODULE: Mapping[str, str] = {
     "comm.init_distributed": "As `init_distributed`.",
     "moe.layer.MoE(hidden_size, expert, …)": "A layer of experts, divided among the processes of a cell: see "
     "[Cells](cells.md#experts).",
-    "moe.utils.split_params_into_different_moe_groups_for_optimizer(param_groups)": "The groups, and behind them those "
-    "of experts, with `moe: True`.",
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer(param_groups)": "The groups without "
+    "their experts, and behind them those of experts, with `moe: True` and the name `ep_size_N`. A list is changed, as "
+    "DeepSpeed's does; groups are not cut to `max_group_size`.",
     "moe.utils.split_params_into_shared_and_expert_params(params)": "Two lists.",
     "moe.utils.is_moe_param(param)": "Whether it is an expert's.",
-    "moe.utils.has_moe_layers(model)": "Whether there is an `MoE`, and how many experts the last one has.",
+    "moe.utils.has_moe_layers(model)": "Whether there is an `MoE`, and how many experts the first one has.",
     "pipe.PipelineModule(layers, num_stages, …)": "A model as a list of layers: see [Pipelines](#pipelines).",
     "pipe.LayerSpec(class, …)": "A layer that is built in the process of its stage alone.",
     "pipe.TiedLayerSpec(key, class, …)": "One of several layers that share parameters.",

@@ -24,7 +24,7 @@ from shoal_protos.training_log import get_logger, say
 
 from shoal.checkpoint.failure import NeedsFreshProcess, in_a_sentence, result_of
 from shoal.config.out_of_memory import explain
-from shoal.session.error_hook import leave_with
+from shoal.session.error_hook import leave_the_end_to_the_engine, leave_with
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
 
@@ -169,6 +169,7 @@ def trace_crashes() -> None:
 
 def serve_at_exit(engine: Engine) -> None:
     """Called once by `shoal.initialize`."""
+    leave_the_end_to_the_engine()
     sys.excepthook = _ExplainsMemory(ref(engine))
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)

@@ -14,7 +14,7 @@ import re
 import signal
 from dataclasses import replace
 
-from shoal_protos.messages import FRESH_PROCESS, NO_CONTROLLER, Ending, Fault, Status
+from shoal_protos.messages import FRESH_PROCESS, NO_CONTROLLER, WRONG_USE, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.text import at_step
 
@@ -29,6 +29,7 @@ DEATHS_PER_RESTART = 10
 """So many times `max_restarts` worlds may die by signals."""
 EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
 """Exit statuses of a process that somebody wanted to end, or that had nobody to work for."""
+SILENT = f"its script ended with status {WRONG_USE} and wrote nothing; raise an error or print why"
 FRAME = '  File "'
 """Beginning of a frame in a traceback."""
 RANK = re.compile(r"^\[rank\d+\]: ")
@@ -133,7 +134,7 @@ def fault_of(log_tail: str) -> Fault | None:
 
 def _last_words(log_tail: str) -> str:
     """What the worker says for people at its end, else its last line."""
-    lines = _lines(log_tail.strip()) or [""]
+    lines = _lines(log_tail.strip()) or [SILENT]
     begins = [number for number, line in enumerate(lines) if line.startswith(SENTENCE)]
     return "\n".join(lines[begins[-1] :]).removeprefix(SENTENCE) if begins else lines[-1]
 
