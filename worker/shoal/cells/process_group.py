@@ -9,7 +9,7 @@ a group by the names of its methods: `dist.all_reduce` and the like from Python,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from shoal_protos.errors import UserError
@@ -61,7 +61,14 @@ _ProcessGroup: Any = dist.ProcessGroup
 """Its methods have overloads of which torch uses one."""
 
 
-class CellGroup(_ProcessGroup):  # type: ignore[misc]
+class _OneInAProcess:
+    """What is itself in a copy of a layer that has it, which is at the same place."""
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self
+
+
+class CellGroup(_ProcessGroup, _OneInAProcess):  # type: ignore[misc]
     """A group of a cell's coordinates."""
 
     def __init__(self, hub: CellHub, coordinates: Sequence[int], name: str) -> None:
@@ -81,10 +88,6 @@ class CellGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         """As torch's Python asks for it."""
         return self.place.name
-
-    def __deepcopy__(self, _: object) -> CellGroup:
-        """The group itself: a copy of a layer is at the same place."""
-        return self
 
     def _run(self, made: Sequence[Collective], results: object) -> CellWork:
         return CellWork([self.place.begin(one) for one in made], results)
