@@ -358,9 +358,9 @@ def _made_by(
     made = expert(rows)
     made = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(made, Tensor) or made.shape != rows.shape:
-        what = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        output = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
         raise UserError(
-            f"an expert of MoE, a {type(expert).__name__}, returns {what} for rows of shape {tuple(rows.shape)}; "
+            f"an expert of MoE, a {type(expert).__name__}, returns {output} for rows of shape {tuple(rows.shape)}; "
             "expected a tensor of that shape, or a tuple that begins with one."
         )
     return made
@@ -389,9 +389,9 @@ def _by_name(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     """All options, those that are given by position, too. Raises `UserError`."""
     named = dict(zip(POSITIONAL, positional, strict=False))
     if len(positional) > len(POSITIONAL) or not named.keys().isdisjoint(options):
-        given, twice = len(ARGUMENTS) + len(positional), ", ".join(name for name in named if name in options)
+        count, twice = len(ARGUMENTS) + len(positional), ", ".join(name for name in named if name in options)
         raise UserError(
-            f"MoE is given {given} arguments by position{twice and ', and ' + twice + ' by name, too'}; expected "
+            f"MoE is given {count} arguments by position{twice and ', and ' + twice + ' by name, too'}; expected "
             f"{', '.join((*ARGUMENTS, *POSITIONAL))}, each once."
         )
     return {**named, **options}

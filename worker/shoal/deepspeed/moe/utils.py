@@ -64,18 +64,18 @@ def split_params_into_different_moe_groups_for_optimizer(
     return groups
 
 
-def _as_groups(given: Any) -> Iterable[Any]:
-    if isinstance(given, Mapping):
-        return [given]
-    return given if isinstance(given, tuple) else [given]
+def _as_groups(param_groups: Any) -> Iterable[Any]:
+    if isinstance(param_groups, Mapping):
+        return [param_groups]
+    return param_groups if isinstance(param_groups, tuple) else [param_groups]
 
 
 def _check(groups: Sequence[Any]) -> None:
-    strange = next((one for one in groups if not isinstance(one, MutableMapping) or "params" not in one), None)
-    if strange is not None:
-        what = "a group without params" if isinstance(strange, Mapping) else f"a {type(strange).__name__}"
+    unfit = next((one for one in groups if not isinstance(one, MutableMapping) or "params" not in one), None)
+    if unfit is not None:
+        kind = "a group without params" if isinstance(unfit, Mapping) else f"a {type(unfit).__name__}"
         raise UserError(
-            f"split_params_into_different_moe_groups_for_optimizer is given {what}; expected a group of an optimizer, "
+            f"split_params_into_different_moe_groups_for_optimizer is given {kind}; expected a group of an optimizer, "
             'such as {"params": [*model.parameters()], "name": "all"}, or a list of them.'
         )
 
