@@ -152,4 +152,4 @@ async def served(cluster: ApiFaults, port: int, tls: ssl.SSLContext | None = Non
         await runner.cleanup()
         handlers = [task for task in asyncio.all_tasks() if "RequestHandler" in str(task.get_coro())]
         if handlers:
-            await asyncio.wait(handlers, timeout=5)
+            await asyncio.wait(handlers, timeout=100)

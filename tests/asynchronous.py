@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 Given = ParamSpec("Given")
 
-TEST_SECONDS = 60.0
+TEST_SECONDS = 100.0
 
 
 def asynchronous(test: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given, None]:

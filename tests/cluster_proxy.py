@@ -21,7 +21,7 @@ from shoal_controller.launchers.kubernetes.pod_launcher import connected
 from shoal_controller.launchers.kubernetes.section import ClusterOptions
 
 SHOWN = (RESOURCES, EVENTS, PODS)
-EMPTY_SECONDS = 30
+EMPTY_SECONDS = 100
 
 
 class ClusterProxy(ApiFaults):

@@ -68,7 +68,7 @@ FILES_THAT_STAY = {
 }
 """Tools' folders in the working directory, and the one that torch makes with a process's first optimizer."""
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 30.0
 
 
 def pytest_configure() -> None:

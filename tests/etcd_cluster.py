@@ -20,7 +20,7 @@ from pathlib import Path
 from certificates import authority, certificate
 from ports import free_port
 
-START_SECONDS = 30.0
+START_SECONDS = 100.0
 PASSWORD = "a password"
 ROOT = ["--user", "root:root"]
 
@@ -118,7 +118,7 @@ class Cluster:
         address = f"{scheme}://{(node or self.nodes[0]).address}"
         certificates = ["--cacert", "ca.pem", "--cert", "client.pem", "--key", "client.key"] if self.tls else []
         command = [etcd_program("etcdctl"), "--endpoints", address, *certificates, *self._root, *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=False)
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode(errors="replace")  # what Shoal keeps is not all text
 
@@ -169,7 +169,7 @@ class Cluster:
             node.name,
         ]
         command += ["--initial-cluster", node.peer, "--initial-advertise-peer-urls", peer]
-        subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=True)
+        subprocess.run(command, cwd=self.folder, capture_output=True, timeout=100, check=True)
         self.start()
 
     def compact(self) -> None:

@@ -24,7 +24,7 @@ from shoal_controller.launchers.kubernetes.section import ClusterOptions
 
 Json = dict[str, Any]
 LABEL = "shoal.dev/test-node"
-SYNCED_SECONDS = 30
+SYNCED_SECONDS = 100
 AT_ONCE: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
 
 

@@ -50,7 +50,7 @@ class Forked:
     def send_signal(self, number: signal.Signals) -> None:
         send_signal(self.pid, number)
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 100.0) -> int:
         until("the command to end", lambda: self.returncode is not None, seconds)
         return ended()[self.pid]
 
@@ -62,7 +62,7 @@ class Forked:
 
 
 def shoal(
-    *arguments: str, env: Mapping[str, str] | None = None, folder: Path | None = None, seconds: float = 60.0
+    *arguments: str, env: Mapping[str, str] | None = None, folder: Path | None = None, seconds: float = 100.0
 ) -> subprocess.CompletedProcess[str]:
     """A command from its begin to its end, as `subprocess.run` returns it."""
     with tempfile.TemporaryDirectory() as place:

@@ -22,7 +22,7 @@ from kubelet import Kubelets, Start
 from ports import free_port
 
 Answer = TypeVar("Answer")
-START_SECONDS = 10.0
+START_SECONDS = 100.0
 
 
 class PodCluster:

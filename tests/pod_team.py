@@ -77,7 +77,7 @@ class Team:
         """How many workers are known to run."""
         return len({news.worker for news in self.reports if isinstance(news, Spawned)})
 
-    async def until(self, done: Callable[[], object], purpose: str, seconds: float = 10.0) -> None:
+    async def until(self, done: Callable[[], object], purpose: str, seconds: float = 100.0) -> None:
         for _ in range(round(seconds / 0.02)):
             if done():
                 return

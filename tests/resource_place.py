@@ -45,7 +45,7 @@ class Place:
 
     def __init__(self, cluster: FakeCluster | ClusterProxy, world: Any, url: str, options: ClusterOptions) -> None:
         self.cluster, self.world, self.shell, self._options = cluster, world, world.shell, options
-        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False, verify=False)
+        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60)
 
     @asynccontextmanager
     async def term(self) -> AsyncIterator[reconciler.Reconciler]:
@@ -109,7 +109,7 @@ class Place:
         return int(self.shell.view("train").wanted) if self.has_job() else 0
 
     async def until(self, done: Callable[[], object], goal: str) -> None:
-        for _ in range(500):
+        for _ in range(5000):
             if done():
                 return
             await asyncio.sleep(0.02)

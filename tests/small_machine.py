@@ -117,7 +117,7 @@ class Written:
 
     async def until(self, *entry: object) -> None:
         """Returns when exactly this has been asked."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             while entry not in self.log:
                 await self._news.wait()
 

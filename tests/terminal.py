@@ -41,7 +41,7 @@ class Terminal:
         """The command's exit status, once it has closed the terminal."""
         while self._read():
             pass
-        return self.process.wait(30)
+        return self.process.wait(100)
 
     def type(self, keys: bytes) -> None:
         os.write(self._ours, keys)

@@ -27,7 +27,7 @@ from shoal_controller.launchers.kubernetes.section import ClusterOptions
 from small_machine import SmallMachine, running
 from whole_api import WholeCluster
 
-COMMAND_SECONDS = 60
+COMMAND_SECONDS = 100
 LOOKS = 100
 REAL = os.environ.get("SHOAL_CLUSTER", "")
 
@@ -76,7 +76,7 @@ class Desk:
         return self.cluster.objects[RESOURCES].get(name, {})
 
     async def until(self, done: Callable[[], object], goal: str) -> None:
-        for _ in range(500):
+        for _ in range(5000):
             if done():
                 return
             await asyncio.sleep(0.02)

@@ -37,7 +37,7 @@ VALUES = ALL_VALUES if WHOLE else ALL_VALUES[:2]
 IMAGES = Path(__file__).parent / "images.yaml"
 NEWEST = "helm4"
 RELEASE, NAMESPACE = "shoal", "ml"
-HELM_SECONDS = 60
+HELM_SECONDS = 100
 NOWHERE = Path("/nonexistent")
 
 

@@ -21,7 +21,7 @@ ALERTS: dict[str, Json] = {
 }
 TESTS = sorted((Path(__file__).parent / "alerts").glob("*.yaml"))
 PROMTOOL = program("promtool")
-PROMTOOL_SECONDS = 60
+PROMTOOL_SECONDS = 100
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=MISSING)
 

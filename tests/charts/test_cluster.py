@@ -43,7 +43,7 @@ QUOTA: Json = {
     "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}},
 }  # fmt: skip
 DEFINITION = CHART / "crd" / "elasticjobs.yaml"
-TOLD_SECONDS = 30
+TOLD_SECONDS = 100
 
 
 @asynccontextmanager

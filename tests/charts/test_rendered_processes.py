@@ -25,8 +25,8 @@ from ports import free_port
 
 VALUES = "tls: {source: generated, workers: true}\n"
 READY_SECONDS = 100
-END_SECONDS = 20
-COMMAND_SECONDS = 60
+END_SECONDS = 100
+COMMAND_SECONDS = 100
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -114,7 +114,10 @@ def test_a_controller_whose_etcd_is_not_there_lives_is_not_ready_says_why_once_a
     alive, ready = (container[kind]["httpGet"]["path"] for kind in ("livenessProbe", "readinessProbe"))
     authority = ssl.create_default_context(cafile=tmp_path / "shoal-tls" / "ca.crt")
     url, log = f"https://localhost:{environment['SHOAL_HTTP'].rpartition(':')[2]}", tmp_path / "controller.log"
-    with process(command, environment, log) as started, httpx.Client(verify=authority, trust_env=False) as client:
+    with (
+        process(command, environment, log) as started,
+        httpx.Client(verify=authority, trust_env=False, timeout=60) as client,
+    ):
         wait_for(lambda: client.get(f"{url}{alive}").is_success, "the probe of its life", tmp_path)
         wait_for(lambda: "waiting for it" in log.read_text(), "the sentence", tmp_path)
         answer = client.get(f"{url}{ready}")
@@ -159,7 +162,7 @@ def test_members_and_controllers_trust_each_other_with_the_charts_certificates(
 
 def _has_the_name_of_a_pod(authority: ssl.SSLContext, port: int) -> None:
     """By which controllers reach each other."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
+    with socket.create_connection(("127.0.0.1", port), timeout=100) as plain:
         authority.wrap_socket(plain, server_hostname="127-0-0-1.shoal-workers.ml.svc").close()
 
 

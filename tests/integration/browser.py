@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request,
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
-PATIENCE = 60_000
+PATIENCE = 100_000
 """Milliseconds, far above what anything takes on two busy cores."""
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 CUT_OFF = r"INCOMPLETE_CHUNKED_ENCODING|CONTENT_LENGTH_MISMATCH|EMPTY_RESPONSE"

@@ -156,7 +156,7 @@ class Cluster:
         self._ports = free_port(), free_port()
         shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         base = f"{self.url}/v1"
-        self._rest = httpx.Client(base_url=base, headers=shown, timeout=10, trust_env=False, verify=False)
+        self._rest = httpx.Client(base_url=base, headers=shown, timeout=60, trust_env=False, verify=False)
 
     def _start_anywhere(self) -> None:
         """A free port may be taken by somebody else before the controller has it: then at others."""

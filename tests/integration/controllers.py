@@ -53,12 +53,12 @@ class Controller:
 
     def ask(self, path: str, **given: Any) -> httpx.Response:
         """What it answers itself, or hands on. Raises `httpx.TransportError`."""
-        given = {"timeout": 5, **given}
+        given = {"timeout": 60, **given}
         return httpx.request(given.pop("method", "GET"), f"{self.url}{path}", trust_env=False, verify=False, **given)
 
     def leads(self) -> bool:
         try:
-            return self.runs and LEADS in self.ask("/metrics").text
+            return self.runs and LEADS in self.ask("/metrics", timeout=5).text
         except httpx.TransportError:
             return False
 
@@ -106,7 +106,7 @@ class Controllers(Cluster):
     def _serves(self, one: Controller) -> bool:
         assert one.runs, f"controller {one.name} ended at its start"
         try:
-            return one.ask("/readyz").is_success and one.ask("/v1/jobs").is_success
+            return one.ask("/readyz", timeout=5).is_success and one.ask("/v1/jobs", timeout=5).is_success
         except httpx.TransportError:
             return False
 
@@ -145,7 +145,7 @@ class Controllers(Cluster):
         while time.monotonic() < deadline:
             for one in filter(lambda one: one.runs, self.all):
                 try:
-                    answer = one.ask(f"/v1{path}", method=method, json=body)
+                    answer = one.ask(f"/v1{path}", method=method, json=body, timeout=5)
                 except httpx.TransportError as error:
                     why = f"{one.name}: {error}"
                     continue

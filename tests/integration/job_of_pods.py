@@ -59,7 +59,9 @@ class JobOfResource(JobOfPods):
         until("the resource to be a job", lambda: self._rest.get(f"/jobs/{self.job_name}").is_success)
 
     def kubectl(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer = httpx.request(method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False, verify=False)
+        answer = httpx.request(
+            method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False, verify=False, timeout=60
+        )
         assert answer.is_success, answer.text
         return dict(answer.json())
 

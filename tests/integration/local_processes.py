@@ -14,7 +14,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim
 
-SECONDS = 20.0
+SECONDS = 100.0
 """No wait of a test takes longer."""
 
 TOKENS = WorkerTokens("secret")

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 100.0
 
 
 class Proxy:

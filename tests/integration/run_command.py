@@ -42,7 +42,7 @@ class Command(Forked):
     def get(self, path: str) -> Any:
         token = self.folder / ".shoal/token"
         headers = {"authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
-        return httpx.get(f"{self.rest}{path}", trust_env=False, verify=False, headers=headers).json()
+        return httpx.get(f"{self.rest}{path}", trust_env=False, verify=False, headers=headers, timeout=60).json()
 
     def job(self, name: str = "train") -> dict[str, Any]:
         return dict(self.get(f"/jobs/{name}"))

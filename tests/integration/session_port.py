@@ -30,7 +30,7 @@ from shoal_protos.messages import (
 )
 from shoal_protos.wire import decode_controller, encode_worker
 
-SECONDS = 20.0
+SECONDS = 100.0
 """No wait of a test takes longer."""
 
 OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))

@@ -22,7 +22,7 @@ from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.messages import Hello, Refusal, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_worker, encode_controller
 
-PATIENCE_SECONDS = 25.0
+PATIENCE_SECONDS = 100.0
 NO_HEARTBEAT_SECONDS = 3600.0
 """So that only what is said at once is heard."""
 

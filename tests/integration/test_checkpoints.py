@@ -90,12 +90,12 @@ def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Pa
 
 def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
     def listing() -> list[dict[str, Any]]:
-        return list(httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json()["checkpoints"])
+        return list(httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints", timeout=60).json()["checkpoints"])
 
     with Cluster(workers=2, options=options(tmp_path), pace=PACE) as cluster:
         cluster.wait_step(2)
         assert listing() == []
-        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
+        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints", timeout=60).status_code == 202
         step = cluster.wait_saved(1)
         until("its size", lambda: listing()[0]["bytes"])
         (listed,) = listing()
@@ -161,7 +161,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_saved_fails_and_says_why(tmp_path
         step = cluster.wait_saved(20)
         place.rename(tmp_path / "away")
         place.write_text("in the way")
-        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
+        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints", timeout=60).status_code == 202
         cluster.wait_phase("failed")
         job = cluster.job()
         assert (

@@ -361,7 +361,7 @@ def test_a_controller_serves_though_nobody_reads_what_it_prints(tmp_path: Path) 
     os.set_blocking(writer, True)
     with subprocess.Popen(command, cwd=tmp_path, stdout=writer, stderr=writer) as process:
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 until("the controller", lambda: answers(f"http://127.0.0.1:{port}/readyz"))
                 assert client.get("/v1/jobs").json()["jobs"] == []
             process.send_signal(signal.SIGTERM)
@@ -421,7 +421,7 @@ def test_a_signal_ends_a_command_that_still_waits_for_its_store(
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, trust_env=False).is_success
+        return httpx.get(url, trust_env=False, timeout=60).is_success
     except httpx.TransportError:
         return False
 

@@ -46,6 +46,7 @@ def test_any_controller_answers_and_changes_a_job_as_the_one_that_leads(etcd: Et
             headers={"accept": "text/event-stream"},
             trust_env=False,
             verify=False,
+            timeout=60,
         ) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             assert next(line for line in stream.iter_lines() if line.startswith("data:"))
@@ -116,6 +117,6 @@ def test_while_nobody_leads_reads_are_answered_with_their_age_and_writes_are_ref
 
 def write(controller: Any) -> httpx.Response | None:
     try:
-        return controller.ask("/v1/jobs/job/scale", method="POST", json={"workers": 2}, timeout=20)
+        return controller.ask("/v1/jobs/job/scale", method="POST", json={"workers": 2}, timeout=100)
     except httpx.TransportError:
         return None

@@ -27,7 +27,7 @@ from ports import free_port
 PROMETHEUS = program("prometheus")
 SCRAPE_SECONDS = 0.5
 RATE = "15s"
-END_SECONDS = 20
+END_SECONDS = 100
 MAX_STEPS = 60
 ON_GPUS = "integration.scripts:train_on_shown_gpus"
 OF_CELLS = ("shoal_job_cells", "shoal_job_coordinate_members", "shoal_worker_cell_wait_seconds_total")
@@ -57,7 +57,7 @@ class Prometheus:
         return {one["metric"].get(label, ""): float(one["value"][1]) for one in result}
 
     def _ask(self, path: str, given: dict[str, Any]) -> dict[str, Any]:
-        answer = httpx.get(f"{self._url}/{path}", params=given, timeout=10, trust_env=False, verify=False).json()
+        answer = httpx.get(f"{self._url}/{path}", params=given, timeout=100, trust_env=False, verify=False).json()
         assert answer["status"] == "success", answer
         return dict(answer["data"])
 
@@ -94,7 +94,7 @@ def disturbed(cluster: Cluster) -> None:
     """A run with everything that a panel shows."""
     for save, step in enumerate((3, 6)):
         cluster.wait_step(step)
-        httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints", timeout=10, trust_env=False, verify=False)
+        httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints", timeout=100, trust_env=False, verify=False)
         until("a checkpoint", lambda save=save: len(cluster.messages("checkpoint_saved")) > save)
     cluster.kill("w1")
     cluster.wait_world(2)

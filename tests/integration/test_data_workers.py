@@ -22,7 +22,7 @@ def test_data_workers_live_through_a_kill_and_a_join_and_end_with_a_worker_that_
         cluster.add()
         cluster.wait_world(3)
         assert data_workers(cluster, "w2") == kept
-        psutil.wait_procs(killed, timeout=30)
+        psutil.wait_procs(killed, timeout=100)
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in killed)
         cluster.release()
         report = cluster.wait_undisturbed()

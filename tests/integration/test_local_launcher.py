@@ -426,7 +426,7 @@ async def main():
     launcher = local.LocalLauncher(Path(sys.argv[1]), environment, lambda job, run, exited: ended.put(exited))
     job = JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", "sleep 600 & sleep 600 & wait"))
     worker = psutil.Process((await launcher.spawn("w0", job)).pid)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while len(worker.children()) < 2:
             await asyncio.sleep(0.01)
         worker.kill()

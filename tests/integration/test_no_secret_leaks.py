@@ -65,7 +65,7 @@ class Controller:
         self.first_line = self.process.stdout.readline()
         assert self.first_line, self._errors.read_text()
         self.url = f"http://{self.first_line.split()[0].removeprefix('http=')}"
-        self.client = httpx.Client(base_url=self.url, trust_env=False, verify=False, timeout=30)
+        self.client = httpx.Client(base_url=self.url, trust_env=False, verify=False, timeout=100)
 
     def ask(self, method: str, path: str, status: int, token: str = ROOT, **given: Any) -> httpx.Response:
         answer = self.client.request(method, path, headers={"authorization": f"Bearer {token}"}, **given)
@@ -96,7 +96,7 @@ class Controller:
         for process in processes:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(processes[1:], timeout=10)
+        psutil.wait_procs(processes[1:], timeout=100)
         self.process.communicate()
         self.client.close()
 

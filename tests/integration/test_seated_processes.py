@@ -62,7 +62,7 @@ class Process:
         assert self.link is not None
         dialogue, spoken = self.link.dialogue, self.link.driver._shared.spoken
         with spoken:
-            assert spoken.wait_for(lambda: dialogue.welcomed, 30), "it says hello again"
+            assert spoken.wait_for(lambda: dialogue.welcomed, 100), "it says hello again"
 
     async def goes(self) -> None:
         assert self.link is not None
@@ -76,7 +76,7 @@ async def controller(folder: Path, port: int) -> AsyncIterator[httpx.AsyncClient
     )
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}/v1", trust_env=False, verify=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}/v1", trust_env=False, verify=False, timeout=60) as client,
     ):
         yield client
 
@@ -88,7 +88,7 @@ async def submit(client: httpx.AsyncClient, wanted: int = 2) -> None:
 
 
 async def is_lost(client: httpx.AsyncClient, worker: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while True:
             workers = (await client.get("/jobs/demo/workers")).json()["workers"]
             if all(one["worker"] != worker or one["state"] in ("lost", "dead") for one in workers):

@@ -47,7 +47,7 @@ def settings(directory, **more):
 async def controller(directory, **more):
     async with (
         serve(settings(directory, **more)) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False, timeout=60) as client,
     ):
         yield server, client
 
@@ -124,7 +124,7 @@ async def test_a_job_outlives_kill_9_of_its_controller(tmp_path):
     def killed_after_creating():
         with controller_process(tmp_path) as (process, url):
             created = httpx.post(
-                f"{url}/v1/jobs", json={"job": "a", "workers": {"wanted": 3}}, trust_env=False, verify=False
+                f"{url}/v1/jobs", json={"job": "a", "workers": {"wanted": 3}}, trust_env=False, verify=False, timeout=60
             )
             process.send_signal(signal.SIGKILL)
         return created.json()
@@ -215,7 +215,7 @@ async def test_who_cancels_the_body_is_not_deceived(tmp_path):
 async def test_an_open_stream_does_not_hold_up_the_end(tmp_path):
     async def read_to_the_end(url):
         async with (
-            httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client,
+            httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60) as client,
             client.stream("GET", "/v1/jobs/a/events", headers={"accept": "text/event-stream"}) as stream,
         ):
             open_now.set()
@@ -240,7 +240,7 @@ async def test_local_workers_that_cannot_live_fail_the_job_with_their_last_words
     }  # fmt: skip
     async with controller(tmp_path) as (_, client):
         assert (await client.post("/v1/jobs", json=spec)).status_code == 202
-        event = await asyncio.wait_for(event_with(client, "a", "max_restarts is 0"), 20)
+        event = await asyncio.wait_for(event_with(client, "a", "max_restarts is 0"), 100)
         job = (await client.get("/v1/jobs/a")).json()
         assert job["phase"] == "failed"
         assert "lanes is 0; expected 1 and more" in job["reason"] and str(tmp_path) in job["reason"]
@@ -265,7 +265,7 @@ async def test_local_workers_outlive_their_controller_and_are_adopted_by_the_nex
 
 async def until_it_has_a_process(shell):
     """The job's only worker, as soon as its process is known."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while True:
             workers = shell.view("a").workers
             if workers and workers[0].pid:

@@ -38,7 +38,9 @@ async def controller(folder: Path) -> AsyncIterator[tuple[Server, httpx.AsyncCli
     )  # fmt: skip
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}/v1", trust_env=False, verify=False, headers=ROOT) as client,
+        httpx.AsyncClient(
+            base_url=f"http://{server.http}/v1", trust_env=False, verify=False, headers=ROOT, timeout=60
+        ) as client,
     ):
         yield server, client
 

@@ -55,7 +55,7 @@ async def opened(url: str, etcd: EtcdAccess | None = None):
 async def controller(settings: Settings):
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False, timeout=60) as client,
     ):
         yield client
 
@@ -106,7 +106,7 @@ class Seen:
     async def more(self, by: int = 5) -> None:
         """Until there are so many more."""
         least = len(self.numbers) + by
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while len(self.numbers) < least:
                 self._news.clear()
                 await self._news.wait()
@@ -294,11 +294,11 @@ async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and
     )
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False, timeout=60) as client,
     ):
         assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
         await asyncio.to_thread(alone.nodes[0].kill)
-        refused = await client.post("/v1/jobs/a/scale", json={"workers": 1}, timeout=30)
+        refused = await client.post("/v1/jobs/a/scale", json={"workers": 1}, timeout=100)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert f"etcd at {alone.addresses[0]} cannot be reached" in refused.json()["detail"]
         shown = await client.get("/v1/jobs/a")
@@ -309,10 +309,10 @@ async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and
         await asyncio.to_thread(alone.start)
         while (await client.get("/readyz?store")).status_code != 200:
             continue
-        assert (await client.post("/v1/jobs/a/scale", json={"workers": 2}, timeout=30)).status_code == 202
+        assert (await client.post("/v1/jobs/a/scale", json={"workers": 2}, timeout=100)).status_code == 202
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False, timeout=60) as client,
     ):
         assert (await client.get("/v1/jobs/a")).json()["workers"]["wanted"] == 2
         events = (await client.get("/v1/jobs/a/events")).json()["events"]

@@ -21,7 +21,7 @@ warm = Warm(modules=())
 print(os.getpid(), warm.pid, warm.fork("signal:pause", {}, {}, Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 100
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["the run", "its warm process"])

@@ -155,7 +155,7 @@ class Gathering:
     rows: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._all_there = Barrier(self.size, timeout=20)
+        self._all_there = Barrier(self.size, timeout=100)
 
     def of(self, rank: int) -> SimpleNamespace:
         return SimpleNamespace(all_gather=lambda row: self._gather(rank, row))

@@ -354,7 +354,7 @@ def test_a_collective_that_a_script_interrupts_stands_before_no_other() -> None:
 @pytest.mark.parametrize("always", [False, True])
 def test_members_that_make_different_collectives_get_one_sentence_that_names_both(always: bool) -> None:
     sentences: list[str] = []
-    both = Barrier(2, timeout=30)
+    both = Barrier(2, timeout=100)
 
     def act(member: Member) -> None:
         member.hub.check_collectives = always

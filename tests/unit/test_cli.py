@@ -96,7 +96,7 @@ def shoal(
 
 def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """By the console script, as it is installed."""
-    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=plain())
+    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=100, env=plain())
 
 
 def plain(more: dict[str, str] | None = None) -> dict[str, str]:
@@ -124,7 +124,7 @@ def test_the_commands_and_their_flags_are_these() -> None:
 
 def test_nothing_heavy_is_imported_for_help() -> None:
     code = f"import sys, shoal_controller.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -359,7 +359,7 @@ def test_a_worker_that_is_not_to_be_started_again_becomes_the_command_with_its_e
     command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--restarts", "0", "--"]
     command += [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=100)
     assert output == f"{process.pid} h:1 j\n"
 
 
@@ -381,7 +381,7 @@ def test_as_the_first_process_of_a_container_it_hands_signals_on_and_ends_as_its
                 for number in numbers:
                     assert first.stdout.readline() == "here\n"
                     first.send_signal(number)
-                return first.wait(timeout=30)
+                return first.wait(timeout=100)
             finally:
                 first.kill()
 

@@ -476,7 +476,7 @@ def test_data_workers_end_with_a_training_process_that_is_killed(method: str, tm
         workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         assert len(workers) == 2
         process.kill()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=100)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 

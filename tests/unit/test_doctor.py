@@ -203,7 +203,7 @@ def test_a_finding_survives_its_line() -> None:
 def completed(words: str, **env: str) -> list[str]:
     given: dict[str, Any] = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")} | env
     given |= {"_SHOAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    return subprocess.run([SHOAL], capture_output=True, text=True, timeout=30, env=given, check=True).stdout.split()
+    return subprocess.run([SHOAL], capture_output=True, text=True, timeout=100, env=given, check=True).stdout.split()
 
 
 def test_a_shell_completes_commands_flags_and_values() -> None:
@@ -213,6 +213,6 @@ def test_a_shell_completes_commands_flags_and_values() -> None:
     assert completed("shoal describe tr", SHOAL_URL="http://127.0.0.1:1") == []
     env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     shown = subprocess.run(
-        [SHOAL, "--show-completion", "bash"], capture_output=True, text=True, timeout=30, env=env, check=True
+        [SHOAL, "--show-completion", "bash"], capture_output=True, text=True, timeout=100, env=env, check=True
     )
     assert "complete -o default -F _shoal_completion shoal" in shown.stdout

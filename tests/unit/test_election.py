@@ -221,7 +221,7 @@ async def test_two_controllers_with_one_address_are_told_so_and_one_leads(tmp_pa
     monkeypatch.setattr(election, "CONFLICT_SECONDS", 0.05)
     async with standing(tmp_path, "a") as (store, (a,)):
         b = Stander(store, "b", address="a")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             while not (a.election.conflict and b.election.conflict):
                 await store.get(LEADER)
         for one in (a, b):
@@ -231,7 +231,7 @@ async def test_two_controllers_with_one_address_are_told_so_and_one_leads(tmp_pa
             )
         assert (a.leads, b.leads, a.election.is_own, b.election.is_own) == (True, False, True, False)
         await b.end()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             while a.election.conflict:
                 await store.get(LEADER)
 

@@ -14,7 +14,7 @@ from forked_command import SHOAL
 def test_a_table_is_printed_whatever_the_encoding_of_the_output(encoding: str, dash: bytes) -> None:
     done = subprocess.run(
         [SHOAL, "estimate", "--params", "7e9", "--workers", "4"],
-        capture_output=True, timeout=30, env=os.environ | {"PYTHONIOENCODING": encoding}, check=True,
+        capture_output=True, timeout=100, env=os.environ | {"PYTHONIOENCODING": encoding}, check=True,
     )  # fmt: skip
     assert not done.stderr
     assert dash in done.stdout
@@ -23,7 +23,7 @@ def test_a_table_is_printed_whatever_the_encoding_of_the_output(encoding: str, d
 @pytest.mark.parametrize("arguments", [["estimate", "--params", "7e9", "--workers", "4"], ["--help"]])
 def test_an_output_that_takes_no_more_is_a_sentence(arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run([SHOAL, *arguments], stdout=full, stderr=subprocess.PIPE, timeout=30)
+        done = subprocess.run([SHOAL, *arguments], stdout=full, stderr=subprocess.PIPE, timeout=100)
     assert done.stderr == b"shoal: the output cannot be written: No space left on device\n"
     assert done.returncode == 1
 

@@ -51,7 +51,7 @@ class Place:
 
     async def until(self, name: str, phase: str, reason: str = "") -> Json:
         """The pod, once the server has it so."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             while True:
                 pod = self.server.pods().get(name, {"status": {"phase": "gone"}})
                 why = [one.get("message", "") for one in pod["status"].get("conditions", ())]

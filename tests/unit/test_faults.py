@@ -22,7 +22,7 @@ def struck(text: str, point: str = "vote", step: int = 5) -> subprocess.Popen[by
 
 
 def test_a_planted_kill_kills() -> None:
-    assert struck("w0@5:vote:stop,w1@5:vote:kill").wait(30) == -signal.SIGKILL
+    assert struck("w0@5:vote:stop,w1@5:vote:kill").wait(100) == -signal.SIGKILL
 
 
 def test_a_planted_stop_stops_and_goes_on() -> None:
@@ -30,7 +30,7 @@ def test_a_planted_stop_stops_and_goes_on() -> None:
     _, status = os.waitpid(worker.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
     worker.send_signal(signal.SIGCONT)
-    assert worker.wait(30) == 7
+    assert worker.wait(100) == 7
 
 
 def test_an_abort_happens_once_at_its_point_of_its_step() -> None:

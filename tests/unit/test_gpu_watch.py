@@ -22,7 +22,7 @@ from shoal_protos.gpu import Gpu, Throttle
 from shoal_protos.messages import Telemetry
 from shoal_protos.wire.telemetry import read_telemetry, write_telemetry
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 100
 
 
 @contextmanager

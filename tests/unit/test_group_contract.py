@@ -270,11 +270,11 @@ def test_whoever_serves_answers_beside_what_it_does_itself(run: Run) -> None:
 def _leave_the_lock(group: Group, barrier: threading.Barrier) -> None:
     below = group.below if isinstance(group, StagedGroup) else group
     if not isinstance(below, MemoryGroup):
-        barrier.wait(30.0)
+        barrier.wait(100.0)
         return
     below.wire.changed.release()
     try:
-        barrier.wait(30.0)
+        barrier.wait(100.0)
     finally:
         below.wire.changed.acquire()
 
@@ -316,7 +316,7 @@ def test_what_lands_while_nobody_calls_the_group_leaves_by_a_thread() -> None:
         staged = StagedGroup(group, LateDevice(), posts_beside=True)
         if group.rank == 0:
             sends = [staged.send(values(0, 1, number), 1, 1) for number in range(20)]
-            arrived.wait(30.0)
+            arrived.wait(100.0)
             staged.wait(sends)
             staged._landing.put(None)  # type: ignore[union-attr]
         else:
@@ -324,6 +324,6 @@ def test_what_lands_while_nobody_calls_the_group_leaves_by_a_thread() -> None:
                 came = torch.zeros(1000)
                 staged.receive(came, 0, 1).wait()
                 assert torch.equal(came, values(0, 1, number))
-            arrived.wait(30.0)
+            arrived.wait(100.0)
 
     over_gloo(2, act)

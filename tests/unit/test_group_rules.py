@@ -100,13 +100,13 @@ def test_threads_that_serve_have_ended_when_their_group_is_closed() -> None:
         threads = set(threading.enumerate())
         if group.rank == 0:
             group.serve(7, 1, answer)
-            assert begun.wait(30.0)
+            assert begun.wait(100.0)
             [serving] = (one for one in set(threading.enumerate()) - threads if "serves" in one.name)
             group.close()
             assert not serving.is_alive()
         else:
             group.wait([group.send(torch.zeros(1, dtype=torch.int64), 0, 7)])
-            assert begun.wait(30.0)
+            assert begun.wait(100.0)
 
     over_gloos(2, 1, lambda groups: act(groups[0]))
 
@@ -126,7 +126,7 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         builders.append(threading.current_thread())
-        go.wait(5)
+        go.wait(100)
         return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
     groups = Groups(transport, lock, outcomes.put, outcomes.put)
@@ -134,7 +134,7 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
         groups.build(recovery(1, "ab"), 0, joiner=False)
     assert outcomes.empty()
     go.set()
-    assert isinstance(outcomes.get(timeout=20), Built)
+    assert isinstance(outcomes.get(timeout=100), Built)
     assert builders[0] is not threading.current_thread()
     groups.close()
 
@@ -145,13 +145,13 @@ def test_the_building_of_a_group_that_is_not_wanted_any_more_is_cancelled_at_onc
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         begun.put(cancellation)
-        go.wait(20)
+        go.wait(100)
         return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
     groups = Groups(transport, lock, lambda outcome: None, lambda error: None)
     with lock:
         groups.build(recovery(1, "ab"), 0, joiner=False)
-    cancellation = begun.get(timeout=20)
+    cancellation = begun.get(timeout=100)
     with lock:
         groups.cancel({1})
         assert not cancellation.is_cancelled
@@ -168,7 +168,7 @@ def test_only_so_many_groups_are_built_at_once(monkeypatch: pytest.MonkeyPatch) 
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         asked.put(spec.generation)
-        go.wait(20)
+        go.wait(100)
         return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
     groups = Groups(transport, lock, outcomes.put, outcomes.put)
@@ -176,9 +176,9 @@ def test_only_so_many_groups_are_built_at_once(monkeypatch: pytest.MonkeyPatch) 
         for generation in (1, 2, 3):
             groups.build(recovery(generation, "ab"), 0, joiner=False)
         assert [generation for generation in (1, 2, 3) if groups.of(generation) is not None] == [1, 2]
-    assert {asked.get(timeout=20) for _ in range(2)} == {1, 2}
+    assert {asked.get(timeout=100) for _ in range(2)} == {1, 2}
     go.set()
-    assert all(isinstance(outcomes.get(timeout=20), Built) for _ in range(2))
+    assert all(isinstance(outcomes.get(timeout=100), Built) for _ in range(2))
     groups.close()
     assert asked.empty()
 

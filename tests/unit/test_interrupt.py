@@ -42,7 +42,7 @@ sys.argv = ["shoal", "jobs"]
 @pytest.mark.parametrize("when", [WHILE_IT_IS_IMPORTED, WHILE_ITS_FLAGS_ARE_READ, BEFORE_IT_RUNS])
 def test_an_interrupt_before_the_command_runs_is_exit_130_and_no_traceback(when: str) -> None:
     code = f"import sys\nfrom shoal_controller.cli import console\n{when}\nconsole.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -58,7 +58,7 @@ def test_an_interrupt_ends_a_submit_that_waits_for_its_specification(tmp_path: P
             # waits for the next byte or the next Ctrl-C. So it is sent to a command that sleeps in its read.
             until("it reads", lambda: "pipe_read" in Path(f"/proc/{submit.pid}/wchan").read_text())
             submit.send_signal(signal.SIGINT)
-            printed, _ = submit.communicate(timeout=20)
+            printed, _ = submit.communicate(timeout=100)
         finally:
             os.close(end)
             submit.kill()

@@ -57,7 +57,7 @@ async def follower(leader, tokens=None):
     try:
         transport = httpx.AsyncHTTPTransport(local_address=ELSEWHERE)
         url = f"http://127.0.0.1:{web.port}/v1"
-        async with httpx.AsyncClient(base_url=url, transport=transport, headers=ROOT, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, transport=transport, headers=ROOT, timeout=100) as client:
             yield client
     finally:
         await web.stop()

@@ -68,7 +68,7 @@ async def killed_after(directory, transactions, act):
     await world.shell.start()
     mortal.left = transactions
     acting, dying = asyncio.ensure_future(act(world)), asyncio.ensure_future(mortal.is_over.wait())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         done, _ = await asyncio.wait({acting, dying}, return_when=asyncio.FIRST_COMPLETED)
     await world.shell.stop()
     for task in (acting, dying):

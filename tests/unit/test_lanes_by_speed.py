@@ -402,7 +402,7 @@ def test_a_wait_in_a_group_is_one(groups: Callable[[int, Callable[[Group], objec
             group.receive(message, 1, 1).wait()
             group.progress.waiting = nullcontext
         else:
-            assert has_begun.wait(30)
+            assert has_begun.wait(100)
             group.send(message, 0, 1).wait()
 
     groups(2, member)

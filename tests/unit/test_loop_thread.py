@@ -42,13 +42,13 @@ def test_a_groups_loop_interrupts_nobody_by_waking_and_other_threads_are_as_they
 
     def act(group: Group) -> None:
         swap(group)
-        met.wait(30.0)
+        met.wait(100.0)
         new = {thread: name for thread, name in threads().items() if thread not in before}
         classes = {thread: os.sched_getscheduler(thread) for thread in new}
         loops = {thread for thread, name in new.items() if name == "gloo_tcp_loop"}
         assert len(loops) == SIZE
         assert {thread for thread, found in classes.items() if found == os.SCHED_BATCH} == loops
-        met.wait(30.0)
+        met.wait(100.0)
 
     over_gloo(SIZE, act)
 
@@ -62,12 +62,12 @@ def running(name: bytes, scheduler: int = os.SCHED_OTHER) -> Iterator[int]:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
         os.sched_setscheduler(0, scheduler, os.sched_param(0))
         is_ready.set()
-        is_over.wait(30.0)
+        is_over.wait(100.0)
 
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        assert is_ready.wait(30.0) and thread.native_id is not None
+        assert is_ready.wait(100.0) and thread.native_id is not None
         yield thread.native_id
     finally:
         is_over.set()

@@ -213,7 +213,7 @@ async def test_a_shell_records_every_job_by_itself_and_a_new_run_begins_anew(tmp
         series, seen = api.shell.runner("train").series, asyncio.Event()
         record = series.record
         series.record = lambda *given: (record(*given), seen.set())
-        await asyncio.wait_for(seen.wait(), 30)
+        await asyncio.wait_for(seen.wait(), 100)
         before = await api.ask("GET", "/v1/jobs/train/series")
         assert before["wanted"][0] == 3
         await api.ask("DELETE", "/v1/jobs/train", 202)
@@ -487,7 +487,7 @@ async def test_a_stream_of_all_jobs_goes_on_where_its_reader_was(tmp_path: Path)
 async def newest(answer: httpx.Response, count: int) -> list[dict[str, Any]]:
     """The next server-sent events, comments left out."""
     found: list[dict[str, Any]] = [{}]
-    async with asyncio.timeout(30), aclosing(answer.aiter_lines()) as lines:
+    async with asyncio.timeout(100), aclosing(answer.aiter_lines()) as lines:
         async for line in lines:
             name, _, value = line.partition(": ")
             if name:

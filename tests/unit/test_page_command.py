@@ -47,7 +47,7 @@ async def test_run_prints_the_address_of_a_page_that_is_there_and_opens_it(
         printed = capsys.readouterr().err
         assert printed == f"page: {here.server.page} (asks for the token in {tmp_path / 'token'})\n"
         assert browser.opened == [here.server.page] and kept_token(tmp_path) not in printed
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert "<title>" in (await client.get(here.server.page)).text
             assert (await client.get(f"{here.server.page}v1/about")).status_code == 401
 
@@ -62,7 +62,7 @@ async def test_without_a_page_nothing_is_printed_and_nothing_can_be_opened(
         assert capsys.readouterr().err == "" and here.server.page == ""
         with pytest.raises(UserError, match="SHOAL_PAGE is false"):
             show_page(here.server, tmp_path, open_page=True)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert (await client.get(f"{here.server.url}/")).status_code == 404
 
 

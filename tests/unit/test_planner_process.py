@@ -320,6 +320,6 @@ async def test_a_job_goes_on_while_a_question_is_answered_and_the_newest_one_is_
             await world.shell.submit("train", Save())
         plan = answer(asked[0].question)
         answers[0].set_result(plan)
-        assert await asyncio.wait_for(events.get(), 5) == PlannerAnswered(asked[0], plan)
+        assert await asyncio.wait_for(events.get(), 100) == PlannerAnswered(asked[0], plan)
         answers[1].set_exception(PeerError("the planner's process has ended"))
-        assert await asyncio.wait_for(events.get(), 5) == PlannerFailed(3, "the planner's process has ended")
+        assert await asyncio.wait_for(events.get(), 100) == PlannerFailed(3, "the planner's process has ended")

@@ -18,7 +18,7 @@ from shoal.group.rendezvous import RendezvousClient, RendezvousServer, reachable
 from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_VALUE_BYTES, entry
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 100.0
 
 
 @pytest.fixture

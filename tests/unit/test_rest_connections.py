@@ -33,7 +33,7 @@ async def test_a_request_that_says_twice_how_long_it_is_is_refused_and_its_conne
         writer.write(
             head + b'transfer-encoding: chunked\r\n\r\n9\r\n{"job": 1\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n'
         )
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 100)
         assert answer.startswith(b"HTTP/1.1 400") and b"both Content-Length and Transfer-Encoding" in answer
         assert answer.count(b"HTTP/1.1") == 1, "nothing behind it is read"
         writer.close()
@@ -70,10 +70,10 @@ async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_
         following.write(b"GET /v1/jobs/train/events HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: text/event-stream\r\n\r\n")
         reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
         writer.write(sent)
-        await asyncio.wait_for(reader.read(), 10)
+        await asyncio.wait_for(reader.read(), 100)
         assert b"HTTP/1.1 200" in await follower.readuntil(b"\r\n\r\n")
         await api.shell.submit("train", Pause())
-        assert await asyncio.wait_for(follower.read(1), 10)
+        assert await asyncio.wait_for(follower.read(1), 100)
         for stream in (writer, following):
             stream.close()
 
@@ -120,7 +120,7 @@ async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypa
     async with serving(tmp_path) as api:
         idle = [await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0)) for _ in range(4)]
         with suppress(ConnectionError):
-            assert await asyncio.wait_for(idle[0][0].read(), 10) == b"", "the oldest makes room for the last"
+            assert await asyncio.wait_for(idle[0][0].read(), 100) == b"", "the oldest makes room for the last"
         assert (await api.client.get("/healthz")).status_code == 200, "another address"
         transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
         async with httpx.AsyncClient(transport=transport) as client:
@@ -146,9 +146,9 @@ async def test_a_connection_that_showed_a_right_token_makes_no_room_for_those_th
         strangers = [await asyncio.open_connection("127.0.0.1", api.port) for _ in range(9)]
         for reader, _ in strangers[:5]:
             with suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), 100) == b""
         await api.shell.submit("train", Pause())
-        assert await asyncio.wait_for(follower.read(1), 10)
+        assert await asyncio.wait_for(follower.read(1), 100)
         for stream in (following, *(writer for _, writer in strangers)):
             stream.close()
 

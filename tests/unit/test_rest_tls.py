@@ -193,7 +193,7 @@ async def test_certificates_that_are_renewed_are_read_again_and_no_stream_breaks
     async with serving(tmp_path / "store", tls=context(used)) as api:
         url = f"https://localhost:{api.port}/v1/jobs"
         believed = ssl.create_default_context(cafile=ca)
-        async with httpx.AsyncClient(verify=believed, trust_env=False) as steady:
+        async with httpx.AsyncClient(verify=believed, trust_env=False, timeout=60) as steady:
             (await steady.post(url, json=TRAIN)).raise_for_status()
             streamed = steady.stream("GET", f"{url}/train/events", headers={"accept": "text/event-stream"})
             async with streamed as stream, aclosing(stream.aiter_lines()) as lines:
@@ -231,9 +231,9 @@ async def test_authorities_that_are_renewed_are_read_again(tmp_path, house, monk
     tls = ClientTls(ca)
     async with serving(tmp_path / "store", tls=context(house)) as api:
         url = f"https://localhost:{api.port}/healthz"
-        async with httpx.AsyncClient(verify=tls.context(), trust_env=False) as client:
+        async with httpx.AsyncClient(verify=tls.context(), trust_env=False, timeout=60) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(url)
         ca.write_bytes((house / "house.pem").read_bytes())
-        async with httpx.AsyncClient(verify=tls.context(), trust_env=False) as client:
+        async with httpx.AsyncClient(verify=tls.context(), trust_env=False, timeout=60) as client:
             assert (await client.get(url)).status_code == 200

@@ -47,7 +47,7 @@ class Gate(LocalStorage):
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
         if name.endswith(".safetensors"):
-            assert self.open.wait(10)
+            assert self.open.wait(100)
             if self.fails:
                 raise StorageFailed("the disk is full")
         if self.room is not None and len(files(self._root)) >= self.room:
@@ -87,7 +87,7 @@ class World:
         looked = self.gates[0].looked
         looked.clear()
         call()
-        assert looked.wait(10)
+        assert looked.wait(100)
 
     def vote(self, *present: int, sound: bool = False, planned: bool = True) -> list[SaveStatus]:
         """Returns what all say then; the leader, before it carries out what it decides."""
@@ -101,7 +101,7 @@ class World:
         """Until the leader has done what it can."""
         thread = self.savers[0]._thread
         if thread is not None:
-            thread.join(10)
+            thread.join(100)
             assert not thread.is_alive()
 
 
@@ -244,7 +244,7 @@ def test_at_the_end_of_a_job_the_leader_waits_for_those_who_still_write(
         closing = threading.Thread(target=three.savers[0].close, args=(60.0,))
         three.until_the_leader_looks(closing.start)
         three.write(1)
-        closing.join(10)
+        closing.join(100)
         assert whole(tmp_path) == [2]
 
 

@@ -223,7 +223,7 @@ def test_a_batch_that_is_named_as_the_group_is_aborted_is_not_carried_and_breaks
         ordered_over_gloo(2, act)
     for thread in threading.enumerate():
         if thread.name == "shoal-group-carries":
-            thread.join(10.0)
+            thread.join(100.0)
             assert not thread.is_alive()
 
 

@@ -115,7 +115,7 @@ def test_a_controller_that_is_frozen_is_left_in_time_for_others_though_its_machi
         session = Certified(SessionSettings(controller="one:1", job="train"))
         session._addresses = ControllerAddresses([f"127.0.0.1:{frozen.getsockname()[1]}"])
         session._driver = SimpleNamespace(say_hello=lambda: HELLO)
-        asyncio.run(asyncio.wait_for(session._converse(), 5))
+        asyncio.run(asyncio.wait_for(session._converse(), 100))
     assert session._complaints and not session._welcomed
 
 
@@ -166,7 +166,7 @@ def test_a_stream_that_ends_just_before_something_is_written_on_it_does_not_end_
     )
     session._welcomed = False
     session._woken = asyncio.Event()
-    asyncio.run(asyncio.wait_for(session._converse_over(channel), 10))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(session._converse_over(channel), 100))  # type: ignore[arg-type]
     assert channel.cancelled and session._complaints
 
 

@@ -306,11 +306,11 @@ def test_memory_is_taken_as_it_is_used_and_gone_with_the_group() -> None:
     all_there = threading.Barrier(3)
 
     def act(group: Group) -> None:
-        all_there.wait(30.0)
+        all_there.wait(100.0)
         assert len(mappings()) == len(before) + 9
         memory = group._host_peers._memory  # type: ignore[attr-defined]
         assert os.fstat(memory.address.descriptor).st_blocks * 512 < PLACE_BYTES
-        all_there.wait(30.0)
+        all_there.wait(100.0)
         swap(group)
         assert os.fstat(memory.address.descriptor).st_blocks * 512 < 2 * LARGE + PLACE_BYTES
 

@@ -36,7 +36,7 @@ async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
     async with running(tmp_path, machine) as world:
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        assert await asyncio.wait_for(events.get(), 5) == Spawned("w0", Place.of_process(100, "/logs/w0"))
+        assert await asyncio.wait_for(events.get(), 100) == Spawned("w0", Place.of_process(100, "/logs/w0"))
 
 
 def spawning_fails_with(error):
@@ -61,7 +61,7 @@ async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, s
         world.written.spawns = spawning_fails_with(FileNotFoundError(2, "No such file", "python"))
         await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
         await world.shell.submit("train", Save())
-        assert await asyncio.wait_for(events.get(), 5) == Exited("w0", None, sentence)
+        assert await asyncio.wait_for(events.get(), 100) == Exited("w0", None, sentence)
 
 
 @pytest.mark.parametrize(("error", "is_traced"), [(UserError("no"), False), (KeyError("no"), True)])
@@ -74,7 +74,7 @@ async def test_a_start_that_fails_for_a_reason_that_is_known_leaves_no_traceback
         await world.shell.create(JobSpec("train", wanted=1, launcher="local"))
         with capture_logs() as entries:
             await world.shell.submit("train", Save())
-            await asyncio.wait_for(events.get(), 5)
+            await asyncio.wait_for(events.get(), 100)
     (entry,) = [one for one in entries if one["event"] == "a worker could not be started"]
     assert entry["error"] == str(error) and (entry["exc_info"] is not None) == is_traced
 
@@ -115,7 +115,7 @@ async def test_a_process_that_is_to_end_before_it_was_started_is_never_started(t
         await world.shell.submit("train", Save())
         await world.written.until("kill", "w0", "train")
         assert world.written.log == [("kill", "w0", "train")]
-        assert await asyncio.wait_for(events.get(), 5) == NeverStarted("w0")
+        assert await asyncio.wait_for(events.get(), 100) == NeverStarted("w0")
 
 
 @holds("A process is ended after")
@@ -143,7 +143,7 @@ async def test_what_an_earlier_life_started_is_adopted_before_anything_is_starte
         tmp_path, SmallMachine({Started: begin, Spawned: lambda _, event: events.put_nowait(event) or ()})
     ) as world:
         world.written.adopted = {"w1": Place.of_process(7, "/logs/w1")}
-        assert await asyncio.wait_for(events.get(), 5) == Spawned("w1", Place.of_process(7, "/logs/w1"))
+        assert await asyncio.wait_for(events.get(), 100) == Spawned("w1", Place.of_process(7, "/logs/w1"))
         await world.written.until("spawn", "w3", "train")
         await world.written.until("kill", "w1", "train")
         assert world.written.log[0] == ("adopt", "w0", "w1", "w2")
@@ -173,7 +173,7 @@ async def test_an_adoption_that_fails_is_tried_until_it_does_not_and_holds_up_st
     async with running(tmp_path, machine) as world:
         world.written.adopt_failures = 2 * background.ADOPT_TIMES
         world.written.adopted = {"w1": Place.of_process(7, "/logs/w1")}
-        found = [(await asyncio.wait_for(events.get(), 5)).worker for _ in range(2)]
+        found = [(await asyncio.wait_for(events.get(), 100)).worker for _ in range(2)]
         assert found == ["w3", "w1"]
         asked = [entry[0] for entry in world.written.log]
         assert asked[: background.ADOPT_TIMES + 1] == ["adopt"] * background.ADOPT_TIMES + ["spawn"]
@@ -189,7 +189,7 @@ async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
         world.written.met["host:2"] = ProbeResult(reached=True, refused=True)
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        answers = {await asyncio.wait_for(events.get(), 5) for _ in range(2)}
+        answers = {await asyncio.wait_for(events.get(), 100) for _ in range(2)}
         assert answers == {Probed("w0", "i", refused=False), Probed("w1", "j", refused=True, reached=True)}
         assert world.written.log == [("probe", "host:1", "i"), ("probe", "host:2", "j")]
 
@@ -258,7 +258,7 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
 
     async with running(tmp_path, SmallMachine({event: refuse})) as world:
         await world.shell.create(SPEC)
-        await asyncio.wait_for(broken.wait(), 5)
+        await asyncio.wait_for(broken.wait(), 100)
         await world.shell.submit("train", Connected(1, None))
         assert world.shell.view("train").phase is Phase.FAILED
         assert not world.shell.stopped.done()

@@ -46,7 +46,7 @@ class Shaky:
         return outcome
 
     async def has_failed(self, times):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(100):
             for _ in range(times):
                 await self.failures.acquire()
 
@@ -250,7 +250,7 @@ async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_
     waiting = [asyncio.create_task(world.shell.submit("train", event)) for event in events]
     await asyncio.wait(waiting, timeout=0.05)
     await world.shell.stop()
-    _, left = await asyncio.wait(waiting, timeout=30)
+    _, left = await asyncio.wait(waiting, timeout=100)
     scaled, *others = waiting
     assert not left and isinstance(scaled.exception(), UnknownOutcome), "its write was sent, and not answered"
     assert all("is stopping" in str(one.exception()) for one in others)

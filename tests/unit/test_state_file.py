@@ -51,7 +51,7 @@ class GatedFile:
 
     def read(self, at: int, target: memoryview) -> None:
         if at in self._gated:
-            self.gate.wait(10)
+            self.gate.wait(100)
         target[:] = bytes([at & 0xFF]) * len(target)
         if at in self._gated:
             self.landed.set()
@@ -68,7 +68,7 @@ def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again
     later = passes.carry([(transfers.FileRange(at, 0, 8),) for at in (4, 5, 6)], 8)
     next(later)
     buffer = next(later)
-    assert file.landed.wait(10)
+    assert file.landed.wait(100)
     assert buffer.view(0, 8, torch.uint8).tolist() == [5] * 8
     first.close()
     later.close()

@@ -114,7 +114,7 @@ async def test_an_opening_that_is_cancelled_closes_its_database_before_it_lets_t
 
     def slow(self):
         opened.set()
-        assert go_on.wait(10)
+        assert go_on.wait(100)
         return leases(self)
 
     monkeypatch.setattr(Database, "leases", slow)
@@ -140,7 +140,7 @@ async def test_a_lease_of_a_process_that_is_gone_is_over_when_the_store_is_opene
         written = await store.transact([], [Put("/mine", b"", lease.id)])
         await store.close()
     store = await open_store(f"embedded:{tmp_path}")
-    async with store.watch("/", written.revision) as changes, asyncio.timeout(5):
+    async with store.watch("/", written.revision) as changes, asyncio.timeout(100):
         assert (await anext(changes)).changes == (Change("/mine", None),)
     await store.close()
 

@@ -119,7 +119,7 @@ def test_q_leaves_top(controller: str) -> None:
     with top_on_a_terminal(controller, "xterm") as (top, terminal):
         read_until(terminal, b"no jobs")
         os.write(terminal, b"q")
-        assert top.wait(timeout=30) == 0
+        assert top.wait(timeout=100) == 0
 
 
 def test_sigterm_ends_top_with_the_terminal_as_it_was(controller: str) -> None:
@@ -128,13 +128,13 @@ def test_sigterm_ends_top_with_the_terminal_as_it_was(controller: str) -> None:
         read_until(terminal, b"no jobs")
         top.terminate()
         read_until(terminal, LEAVES_THE_SCREEN, SHOWS_THE_CURSOR)
-        assert top.wait(timeout=30) == 0
+        assert top.wait(timeout=100) == 0
 
 
 def test_top_shows_jobs_once_on_a_terminal_without_a_cursor(controller: str) -> None:
     Controller.body = json.dumps({"jobs": []})
     with top_on_a_terminal(controller, "dumb") as (top, terminal):
-        assert top.wait(timeout=30) == 0
+        assert top.wait(timeout=100) == 0
         assert os.read(terminal, 4096).split() == [b"no", b"jobs"]
 
 

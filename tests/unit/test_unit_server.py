@@ -14,7 +14,7 @@ UNITS = 5
 
 
 def test_members_get_what_they_ask_for_though_owners_come_later_and_do_something_else() -> None:
-    late = threading.Barrier(3, timeout=30)
+    late = threading.Barrier(3, timeout=100)
 
     def member(group: Group) -> None:
         server = UnitServer(group)
@@ -44,5 +44,5 @@ def test_nothing_serves_any_more_when_a_group_is_closed() -> None:
     over_gloo(3, UnitServer)
     for thread in threading.enumerate():
         if thread.name.startswith("shoal-group-serves"):
-            thread.join(30)
+            thread.join(100)
     assert serving() == []

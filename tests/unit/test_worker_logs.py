@@ -212,7 +212,7 @@ async def test_a_stream_ends_with_its_worker_though_the_kubelet_says_nothing(
         async with (
             api.client.stream("GET", FOLLOW, headers=EVENTS) as answer,
             aclosing(answer.aiter_lines()) as lines,
-            asyncio.timeout(10),
+            asyncio.timeout(100),
         ):
             await until_text(lines)
             await lose_worker(api)
@@ -226,7 +226,7 @@ async def test_the_command_reads_on_where_the_cluster_breaks_the_stream_off(
 ) -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(jobs, "echo", lambda line, err=False: lines.put_nowait("!" if err else line))
-    async with pods(tmp_path) as one, controller(tmp_path, OF_POD, one.logs) as api, asyncio.timeout(20):
+    async with pods(tmp_path) as one, controller(tmp_path, OF_POD, one.logs) as api, asyncio.timeout(100):
         one.write(b"first\n")
         following = asyncio.create_task(jobs.logs("train", "w0", True, f"http://127.0.0.1:{api.port}"))
         assert await lines.get() == "first"
@@ -283,7 +283,7 @@ async def test_a_stream_says_that_it_ends_with_the_controller_and_keeps_it_from_
         async with (
             api.client.stream("GET", FOLLOW, headers=EVENTS) as answer,
             aclosing(answer.aiter_lines()) as lines,
-            asyncio.timeout(10),
+            asyncio.timeout(100),
         ):
             await until_text(lines)
             await api.shell.stop()
@@ -304,7 +304,7 @@ async def test_to_follow_asks_for_no_view_of_all_workers(tmp_path: Path, monkeyp
         controller(tmp_path, replace(WORKER, log=str(log))) as api,
         api.client.stream("GET", FOLLOW, headers=EVENTS) as answer,
         aclosing(answer.aiter_lines()) as lines,
-        asyncio.timeout(10),
+        asyncio.timeout(100),
     ):
         await until_text(lines)
         monkeypatch.setattr(Runner, "view", counted)
