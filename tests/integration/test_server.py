@@ -212,7 +212,7 @@ async def test_who_cancels_the_body_is_not_deceived(tmp_path):
 
 
 @asynchronous
-async def test_an_open_stream_does_not_hold_up_the_end(tmp_path):
+async def test_an_open_stream_does_not_hold_up_the_end(tmp_path, monkeypatch):
     async def read_to_the_end(url):
         async with (
             httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60) as client,
@@ -221,13 +221,12 @@ async def test_an_open_stream_does_not_hold_up_the_end(tmp_path):
             open_now.set()
             return [line async for line in stream.aiter_lines()]
 
-    loop, open_now = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr("shoal_controller.api.web.FINISH_SECONDS", 3600)  # which it is not waited for
+    open_now = asyncio.Event()
     async with controller(tmp_path) as (server, client):
         await client.post("/v1/jobs", json={"job": "a"})
         reading = asyncio.ensure_future(read_to_the_end(f"http://{server.http}"))
         await open_now.wait()
-        began = loop.time()
-    assert loop.time() - began < 2
     await reading
 
 
@@ -260,7 +259,7 @@ async def test_local_workers_outlive_their_controller_and_are_adopted_by_the_nex
         assert (after.worker, after.pid) == (before.worker, before.pid)
         process = psutil.Process(before.pid)
         await client.delete("/v1/jobs/a")
-        await asyncio.to_thread(process.wait, 10)
+        await asyncio.to_thread(process.wait, 100)
 
 
 async def until_it_has_a_process(shell):

@@ -204,7 +204,7 @@ async def test_a_frozen_server_leaves_writes_unknown_and_a_lease_lost_in_its_tim
         try:
             with pytest.raises(UnknownOutcome):
                 await store.transact([], [Put("/b", b"1")])
-            async with asyncio.timeout(lease.seconds + 1):
+            async with asyncio.timeout(60):
                 await lease.lost.wait()
             assert loop.time() >= lease.valid_until
         finally:

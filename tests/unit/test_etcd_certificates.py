@@ -87,7 +87,6 @@ def _text(message: StatusResponse | RangeResponse | Answer) -> bytes:
         "            if (tls := files.newer()) is not None and not files:\n",
     ),
 )
-@pytest.mark.timeout(60)
 @asynchronous
 async def test_certificates_that_are_renewed_count_for_the_next_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from asynchronous import asynchronous
+from asynchronous import asynchronous, jump
 from rule import Edit, holds, rule
 from shoal_controller.process.worker_port import listen
 from shoal_controller.sessions import front, passage
@@ -37,6 +37,10 @@ class Caller:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.place = "{}:{}".format(*writer.get_extra_info("sockname"))
+
+    def is_open(self) -> bool:
+        """Whether nothing says yet that the front has ended it."""
+        return not self.reader.at_eof() and self.reader.exception() is None
 
     async def is_ended(self) -> bool:
         """Returns when the front has ended it."""
@@ -168,8 +172,8 @@ async def test_what_one_side_does_not_take_is_held_back_at_the_other() -> None:
 @asynchronous
 async def test_a_stranger_brings_so_much_within_so_long_and_a_worker_what_it_likes(monkeypatch) -> None:
     monkeypatch.setattr(front, "MOST_BYTES", 1000)
-    monkeypatch.setattr(front, "STRANGER_SECONDS", 0.3)
-    monkeypatch.setattr(front, "FULL_SECONDS", 0.1)
+    monkeypatch.setattr(front, "STRANGER_SECONDS", 40.0)
+    monkeypatch.setattr(front, "FULL_SECONDS", 20.0)
     async with before_a_server() as scene:
         worker, known = await scene.calls()
         known.guest.let_in()
@@ -177,7 +181,11 @@ async def test_a_stranger_brings_so_much_within_so_long_and_a_worker_what_it_lik
         loud, behind = await scene.calls()
         loud.writer.write(b"x" * 1000)
         loud.writer.write(b"x")
-        assert await loud.is_ended() and await behind.reader.read() == b"x" * 1000, "gRPC is not shown the rest"
+        shown = await behind.reader.readexactly(1000)
+        jump(20.0)
+        assert await loud.is_ended() and shown + await behind.reader.read() == b"x" * 1000, "gRPC has not the rest"
+        assert silent.is_open()
+        jump(20.0)
         assert await silent.is_ended()
         worker.writer.write(LARGE)
         assert await known.reader.readexactly(len(LARGE)) == LARGE, "though it came first, and brings more"
@@ -309,13 +317,14 @@ async def test_who_was_refused_is_left_to_read_why_and_is_heard_no_more(monkeypa
 async def test_the_line_is_bounded_in_length_and_time(monkeypatch) -> None:
     monkeypatch.setattr(front, "MOST_STRANGERS", 0)
     monkeypatch.setattr(front, "MOST_IN_LINE", 2)
-    monkeypatch.setattr(front, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(front, "STRANGER_SECONDS", 40.0)
     async with before_a_server() as scene:
         callers = [await scene.call(), await scene.call()]
         await scene.in_line(2)
         other = await scene.call(THERE)
         assert await callers[0].is_ended(), "the oldest of the address with most"
         assert len(scene.front._guests) == 2
+        jump(40.0)
         assert await callers[1].is_ended() and await other.is_ended(), "in time"
         assert scene.front._line == {} and scene.came.empty()
 

@@ -300,12 +300,12 @@ async def test_a_full_disk_is_named_in_sentences_with_one_end_each(tmp_path, mon
 @holds("While the store fails the")
 @asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.jobs.runner.REQUEST_SECONDS", 0.2)
-    monkeypatch.setattr("shoal_controller.jobs.job_repository.BEGIN_SECONDS", 0.2)
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store)
     await world.shell.start()
     await world.shell.create(SPEC)
+    monkeypatch.setattr("shoal_controller.jobs.runner.REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.BEGIN_SECONDS", 0.2)
     store.fail = ["before"] * 100_000
     with pytest.raises(StoreError, match="could not store this within"):
         await world.shell.submit("train", Scale(4))
@@ -315,8 +315,9 @@ async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeyp
     with pytest.raises(StoreError, match="Submit it again"):
         await world.shell.create(JobSpec("new", wanted=1))
     store.fail = []
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.BEGIN_SECONDS", 60.0)
     await world.shell.create(JobSpec("new", wanted=2))
-    async with aclosing(world.shell.follow("train", 0, 10)) as events:
+    async with aclosing(world.shell.follow("train", 0, 100)) as events:
         assert (await anext(events)).message == "scaled to 4"
     assert (world.shell.view("train").wanted, world.shell.view("new").wanted) == (4, 2)
     await world.shell.stop()

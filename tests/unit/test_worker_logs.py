@@ -154,7 +154,6 @@ async def test_the_log_of_a_pod_that_is_gone_is_a_sentence(tmp_path: Path) -> No
 async def test_a_role_without_the_right_and_a_node_that_is_cut_off_are_sentences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pod_logs, "ANSWER_SECONDS", 0.2)
     async with pods(tmp_path) as one:
         one.cluster.fail("GET", "/log", 403, message="User cannot get resource pods/log")
         with pytest.raises(PeerError, match="give its role the verb get of pods/log"):
@@ -162,6 +161,7 @@ async def test_a_role_without_the_right_and_a_node_that_is_cut_off_are_sentences
         one.cluster.fail("GET", "/log", 500, message="Get https://a:10250/containerLogs: connection refused")
         with pytest.raises(PeerError, match="cannot be read from its pod demo-w0: Get https://a:10250"):
             await one.end_of_log()
+        monkeypatch.setattr(pod_logs, "ANSWER_SECONDS", 0.2)
         one.cluster.fail("GET", "/log", seconds=1.0)
         with pytest.raises(PeerError, match=r"has not come from its pod demo-w0 within 0.2 s"):
             await one.end_of_log()
