@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.process.unnamed_memory import WEIGHTS
 
 
-def taken_bytes() -> int:
-    """What all shared weights of this process take."""
-    links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.exists()]
-    found = [one.stat() for one in links if WEIGHTS in str(one.readlink())]
-    return sum({one.st_ino: one.st_blocks * 512 for one in found}.values())
+def memories() -> dict[int, int]:
+    """All shared weights of this process, by their number: the bytes that each takes."""
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it is closed by now
+            if WEIGHTS in str(descriptor.readlink()):
+                memory = descriptor.stat()
+                found[memory.st_ino] = memory.st_blocks * 512
+    return found
 
 
-def windows() -> int:
-    return Path("/proc/self/maps").read_text().count(WEIGHTS)
+def taken_bytes(earlier: Collection[int] = ()) -> int:
+    """What they take but for `earlier`: those of an earlier test may go at any time."""
+    return sum(taken for number, taken in memories().items() if number not in earlier)
+
+
+def windows(earlier: Collection[int] = ()) -> int:
+    """How many mappings there are of them, but for those of `earlier`."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(WEIGHTS in line and int(line.split()[4]) not in earlier for line in lines)
 
 
 def in_a_child(look: Callable[[], object]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import operator
 import os
 import shutil
 import signal
@@ -339,13 +340,12 @@ def test_a_group_waits_for_a_day_because_its_own_time_out_would_close_it() -> No
 
 def test_forty_generations_leave_no_socket_behind() -> None:
     with party(2) as members:
-        counts = []
         for generation in range(1, 41):
             members.build(generation)
             members.all("gather", generation=generation, number=1)
             if generation % 2:
                 members[0].ask("abort", generation=generation)
             members.all("close", generation=generation)
-            if generation in (10, 40):
-                counts.append(members.all("open_files"))
-        assert counts[0] == counts[1]
+            if generation == 10:
+                before = members.all("open_files")
+        until("all others to be closed", lambda: all(map(operator.le, members.all("open_files"), before)))

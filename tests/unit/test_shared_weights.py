@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from shoal.training.sharded_parameters import ShardedParameters
 from shoal_protos.runs import Runs
 from tiers import check
 from torch import Tensor
-from weights_bytes import in_a_child, taken_bytes, windows
+from weights_bytes import in_a_child, memories, taken_bytes, windows
 
 pytestmark = check("trains many small jobs")
 
@@ -51,20 +50,18 @@ LAYOUT = layout_of(3, 2)
 WHOLE = [LAYOUT.whole(bucket) for bucket in LAYOUT.buckets]
 
 
-@pytest.fixture(autouse=True)
-def nothing_of_earlier_tests() -> None:
-    """Crews leave cycles, which would go in the midst of a test that counts what this process holds."""
-    gc.collect()
-
-
-@pytest.fixture
-def shared() -> Iterator[tuple[SharedWeights, SharedWeights]]:
-    """Of two workers: the first holds ones, the other twos; each all but one block of the first bucket."""
+def two_owners() -> tuple[SharedWeights, SharedWeights]:
+    """The first holds ones, the other twos; each all but one block of the first bucket."""
     first, other = SharedWeights(LAYOUT), SharedWeights(LAYOUT)
     for bucket in LAYOUT.buckets:
         first.part(LAYOUT.whole(bucket)).fill_(1)
         other.part(LAYOUT.whole(bucket)).fill_(2)
-    yield first, other
+    return first, other
+
+
+@pytest.fixture
+def shared() -> tuple[SharedWeights, SharedWeights]:
+    return two_owners()
 
 
 def parts_of(first: SharedWeights, other: SharedWeights) -> list[Part]:
@@ -74,14 +71,14 @@ def parts_of(first: SharedWeights, other: SharedWeights) -> list[Part]:
 
 
 def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> None:
-    before = taken_bytes()
+    earlier = memories()
     weights = SharedWeights(layout_of(100, 50))
-    empty = taken_bytes() - before
+    empty = taken_bytes(earlier)
     assert empty <= 2 * os.sysconf("SC_PAGE_SIZE")
     weights.part(Stretch(0, 10, 30)).fill_(1)
-    assert taken_bytes() - before - empty == 20 * BLOCK * 4
+    assert taken_bytes(earlier) - empty == 20 * BLOCK * 4
     weights.give_back([Stretch(0, 10, 25)])
-    assert taken_bytes() - before - empty == 5 * BLOCK * 4
+    assert taken_bytes(earlier) - empty == 5 * BLOCK * 4
     assert weights.part(Stretch(0, 24, 26)).view(2, -1)[:, 0].tolist() == [0, 1]
 
 
@@ -189,7 +186,7 @@ def test_what_is_kept_stays_as_it_is_until_it_is_shown_again(shared: tuple[Share
 
 
 def test_memory_of_who_is_gone_is_shown_until_others_is_and_takes_nothing_then() -> None:
-    before = taken_bytes()
+    earlier = memories()
     owner = SharedWeights(LAYOUT)
     owner.part(WHOLE[0]).fill_(4)
     owner.part(WHOLE[1]).fill_(4)
@@ -200,7 +197,7 @@ def test_memory_of_who_is_gone_is_shown_until_others_is_and_takes_nothing_then()
     mapped.forget()
     assert mapped.flats[0].unique().tolist() == [0]
     del seen
-    assert taken_bytes() == before
+    assert memories().keys() <= earlier.keys()
 
 
 def test_where_there_are_too_many_mappings_or_no_look_at_pages_units_are_copied(
@@ -218,13 +215,15 @@ def test_where_there_are_too_many_mappings_or_no_look_at_pages_units_are_copied(
 
 
 def test_a_bucket_that_cannot_be_shown_keeps_nothing_of_others_and_is_shown_later(
-    shared: tuple[SharedWeights, SharedWeights], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    earlier = memories()
+    shared = two_owners()
     mapped, map_one, places = MappedFlats(LAYOUT), MappedFlats._map, list[int]()
     assert mapped.see(parts_of(*shared))
-    before = windows()
+    before = windows(earlier)
     mapped.keep([0])
-    kept = windows()
+    kept = windows(earlier)
 
     def refuse_the_second(flats: MappedFlats, place: int, size: int, descriptor: int | None) -> None:
         places.append(place)
@@ -235,7 +234,7 @@ def test_a_bucket_that_cannot_be_shown_keeps_nothing_of_others_and_is_shown_late
     monkeypatch.setattr(MappedFlats, "_map", refuse_the_second)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         mapped.show(0)
-    assert not mapped.is_shown(0) and windows() == kept < before
+    assert not mapped.is_shown(0) and windows(earlier) == kept < before
     mapped.show(0)
     assert mapped.flats[0].view(3, -1).mean(1).tolist() == [1, 2, 2]
 
