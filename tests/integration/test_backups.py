@@ -56,7 +56,7 @@ def backed_up(cluster: Cluster, file: Path, jobs: str = "1 job") -> None:
 
 
 def test_jobs_train_on_after_a_restore_and_survive_what_comes(tmp_path: Path) -> None:
-    with Cluster(workers=3, options=LONG, pace=0.03) as cluster:
+    with Cluster(workers=3, options=LONG, spec={"reconnect_seconds": 10.0}, pace=0.03) as cluster:
         cluster.wait_step(2)
         backed_up(cluster, tmp_path / "file")
         refused = shoal("restore", str(tmp_path / "file"), "--store", f"embedded:{cluster.folder / 'store'}")

@@ -195,8 +195,8 @@ def test_layers_of_dtensors_have_the_same_bits_through_ten_kills() -> None:
             cluster.until("two copies of every block", lambda _: has_two_copies(cluster))
             killed = chance.choice(sorted(name for name, one in cluster.workers().items() if one["state"] == "active"))
             cluster.kill(killed)
+            cluster.wait_state(killed, "lost", "gone")  # or the next one could get another coordinate
             cluster.add()
-            cluster.wait_state(killed, "lost", "gone")
         cluster.wait_done()
         report = cluster.report()
     assert report["fingerprint"] == one_cell("plan", max_steps=150)["fingerprint"]
@@ -210,6 +210,8 @@ def test_all_workers_of_two_cells_are_killed_and_one_cell_goes_on_from_their_che
         step = cluster.wait_saved(3)
         cluster.kill("w0", "w1", "w2", "w3")
         cluster.scale(2)
+        for worker in ("w0", "w1", "w2", "w3"):  # or both that come could get the place of one that is known to be dead
+            cluster.wait_state(worker, "lost", "left", "gone")
         cluster.add(2)
         cluster.wait_done()
         report = cluster.report()

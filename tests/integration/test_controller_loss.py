@@ -14,11 +14,13 @@ from tiers import promise
 LONG: dict[str, Any] = {"max_steps": 30}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
 PACE = 0.03
+PATIENT: dict[str, Any] = {"reconnect_seconds": 10.0}
+"""For workers that are to find a controller again, and do so late where the machine has other work, too."""
 
 
 @promise("the controller is lost")
 def test_training_goes_on_without_a_controller_and_resizes_after_it_is_back() -> None:
-    with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
+    with Cluster(workers=3, options=LONG, spec=PATIENT, pace=PACE) as cluster:
         cluster.wait_step(2)
         step = cluster.job()["step"]
         cluster.kill_controller()
@@ -35,7 +37,7 @@ def test_training_goes_on_without_a_controller_and_resizes_after_it_is_back() ->
 
 @holds("For a worker that is")
 def test_a_controller_with_an_empty_store_ends_no_worker_that_trains() -> None:
-    with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
+    with Cluster(workers=2, options=LONG, spec=PATIENT, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.kill_controller()
         cluster.start_controller(store="empty")

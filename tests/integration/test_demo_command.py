@@ -15,12 +15,21 @@ STEPS = 60 if (os.cpu_count() or 1) < 4 else 90
 """Enough for two workers to start one after the other: on more cores steps are faster, and starts are not."""
 
 
-@pytest.mark.timeout(300)
+def demo(folder: Path, *arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """The command at its end; where that does not come in time, an AssertionError with what it has printed."""
+    command = [SHOAL, "demo", *arguments]
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        printed = (late.stdout or b"") + (late.stderr or b"")
+        raise AssertionError(f"it has not ended after {seconds:.0f} s:\n{printed.decode()}") from None
+
+
+@pytest.mark.timeout(600)
 def test_the_demo_ends_with_the_same_bits(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 20_000)
-    command = [SHOAL, "demo", "--steps", str(STEPS), "--text", str(text)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = demo(tmp_path, "--steps", str(STEPS), "--text", str(text), seconds=570)
     assert done.returncode == 0, done.stdout + done.stderr
     at = re.match(r"http=(127\.0\.0\.1:\d+) grpc=127\.0\.0\.1:\d+\n", done.stdout)
     assert at is not None and f"page: http://{at[1]}" in done.stderr
@@ -36,8 +45,9 @@ def test_the_demo_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
+@pytest.mark.timeout(300)
 def test_the_demo_says_when_its_steps_ran_out_and_leaves_no_worker_behind(tmp_path: Path) -> None:
-    done = subprocess.run([SHOAL, "demo", "--steps", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = demo(tmp_path, "--steps", "3", seconds=280)
     assert done.returncode == 1
     sentence = done.stderr.splitlines()[-1]
     assert sentence.startswith("shoal: job disturbed succeeded at step 3 before ")

@@ -44,12 +44,16 @@ def test_an_end_that_a_job_was_too_busy_to_hear_is_reported_again(
     with_controller(tmp_path, scene)
 
 
-def test_a_launcher_that_is_let_go_does_not_wait_for_a_job_that_cannot_hear(tmp_path: Path) -> None:
+def test_a_launcher_that_is_let_go_does_not_wait_for_a_job_that_cannot_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal_controller.launchers.end_reports.AGAIN_SECONDS", 3600.0)
+
     async def scene(controller: Controller) -> None:
         controller.refusal = StoreError("this controller does not lead")
         await controller.launcher.spawn("w0", spec("exit 3"))
         await controller.end()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(SECONDS):
             await controller.launcher.release()
         assert controller.records() == ["w0.json"], "for whoever leads next"
         controller.refusal = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -168,8 +167,8 @@ def test_only_its_own_thread_asks_and_that_ends_with_it() -> None:
     nvml = FakeNvml()
     with watching(lambda: nvml) as watch:
         shown(watch, lambda gpu: nvml.looks > 3)
-    assert nvml.threads == {"shoal-gpu"}
-    assert not [one for one in threading.enumerate() if one.name == "shoal-gpu"]
+    watch._thread.join(PATIENCE_SECONDS)
+    assert nvml.threads == {"shoal-gpu"} and not watch._thread.is_alive()
 
 
 def test_a_machine_without_a_driver_ends_as_one_sentence_of_the_real_library(
