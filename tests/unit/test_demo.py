@@ -146,7 +146,7 @@ def test_a_job_that_ends_before_a_request_reaches_it_has_run_out_of_steps(
 
 
 def test_an_act_that_never_shows_is_a_failure(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_acts, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(demo_acts, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(demo_acts.os, "kill", lambda pid, number: None)
     pretended.max_steps = 10**9
     with pytest.raises(JobFailed, match="waited 0 s for w1 is evicted; job disturbed is running"):

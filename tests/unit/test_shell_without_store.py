@@ -1,6 +1,7 @@
 """The shell while its store takes no write, or another controller may lead: nothing is decided, nothing forgotten."""
 
 import asyncio
+import re
 import secrets
 from contextlib import aclosing
 from dataclasses import replace
@@ -80,7 +81,8 @@ async def test_the_time_that_a_write_took_to_fail_is_part_of_that_without_a_writ
     scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
     await store.has_failed(1)
     await asyncio.sleep(0)
-    assert world.shell.view("train").reason.startswith("the store has accepted no write for 1 s (it does not answer)")
+    reason = world.shell.view("train").reason
+    assert re.match(r"the store has accepted no write for [1-9]\d* s \(it does not answer\)", reason), reason
     await scaled
     await world.shell.stop()
     await store.close()
@@ -106,7 +108,7 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     store.fail = ["before"] * 100_000
     scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
     await store.has_failed(2)
-    with pytest.raises(StoreError, match="job train cannot be changed now: the store has accepted no write for 0 s"):
+    with pytest.raises(StoreError, match=r"job train cannot be changed now: the store has accepted no write for \d+ s"):
         await world.shell.submit("train", Scale(5))
     for number in range(3_000):
         await world.shell.submit("train", MessageReceived(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
