@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -358,4 +359,5 @@ time.sleep(600)
         assert controller.stdout is not None
         pid = int(controller.stdout.readline())
         controller.kill()
-    assert psutil.pid_exists(pid) is False or psutil.wait_procs([psutil.Process(pid)], timeout=SECONDS)[1] == []
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.wait_procs([psutil.Process(pid)], timeout=SECONDS)[1] == []
