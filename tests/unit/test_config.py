@@ -265,4 +265,4 @@ def test_of_as_many_unknown_keys_as_a_file_may_have_only_the_first_are_looked_at
             load_config(whole)
         first, *_, last = str(refusal.value).splitlines()
         assert (first, last) == ("the config has 20000 faults:", "  - … and 19980 more")
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 10

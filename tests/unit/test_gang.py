@@ -98,7 +98,7 @@ async def test_the_pod_group_of_an_earlier_run_becomes_that_of_the_next(tmp_path
 async def test_a_cluster_without_volcano_is_one_sentence_and_no_pod(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         await one.launcher.spawn("w0", spec_of("volcano"))
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert (wait.why, wait.hopeless) == (NO_VOLCANO, True) and one.cluster.pods() == {}
         await one.launcher.kill("w0", SPEC)
         await one.hears(Exited)
@@ -111,7 +111,7 @@ async def test_a_controller_that_may_make_no_pod_groups_names_the_value_of_the_c
         one.cluster.missing.clear()
         one.cluster.forbidden.add(POD_GROUPS)
         await one.launcher.spawn("w0", spec_of("volcano"))
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         refusal = 'podgroups is forbidden: User "shoal" cannot use resource "podgroups"'
         assert wait.hopeless and wait.why.endswith(f"{refusal}. Set `rbac.volcano` of the chart to true")
         await one.launcher.kill("w0", SPEC)
@@ -125,7 +125,7 @@ async def test_a_group_that_volcano_refuses_is_told_in_its_own_words(tmp_path: P
         words = 'admission webhook "validatepodgroup.volcano.sh" denied the request: queue team-b not found'
         one.cluster.fail("POST", POD_GROUPS, 403, message=words)
         await one.launcher.spawn("w0", spec_of("volcano", queue="team-b"))
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert wait.why.endswith(f"the cluster refuses its PodGroup in namespace {NAMESPACE}: {words}")
         await one.hears(Spawned)
 

@@ -41,6 +41,12 @@ async def with_page(folder: Path, **given: object) -> AsyncIterator[Api]:
         yield api
 
 
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job's curve has a point but those of the test."""
+    monkeypatch.setattr("shoal_controller.observe.curves.EVERY_SECONDS", 3600.0)
+
+
 # ---- files
 
 
@@ -149,7 +155,7 @@ async def test_without_tokens_everybody_may_everything(tmp_path: Path) -> None:
 
 
 @asynchronous
-async def test_the_overview_lists_jobs_by_who_needs_attention(tmp_path: Path) -> None:
+async def test_the_overview_lists_jobs_by_who_needs_attention(tmp_path: Path, unrecorded: None) -> None:
     phases = {"good": Phase.RUNNING, "bad": Phase.STALLED, "slow": Phase.RESIZING, "done": Phase.SUCCEEDED}
     machine = SmallMachine()
     shown = machine.view
@@ -189,7 +195,7 @@ async def test_a_row_tells_the_last_resize_and_the_last_checkpoint_as_sentences(
 
 
 @asynchronous
-async def test_a_series_has_what_was_recorded_and_only_what_is_asked_for(tmp_path: Path) -> None:
+async def test_a_series_has_what_was_recorded_and_only_what_is_asked_for(tmp_path: Path, unrecorded: None) -> None:
     async with with_page(tmp_path) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         series, now = api.shell.runner("train").series, api.shell.clock()

@@ -90,7 +90,7 @@ async def test_a_quota_that_is_used_up_is_waited_for(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         one.cluster.quota = 0
         await one.launcher.spawn("w0", SPEC)
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert (wait.reason, wait.hopeless) == (PendingReason.QUOTA, False) and "exceeded quota: team" in wait.why
         one.cluster.quota = 1
         await one.hears(Spawned)
@@ -102,7 +102,7 @@ async def test_a_quota_that_was_just_made_is_no_refusal_for_good(tmp_path: Path)
         words = 'pods "demo-w0" is forbidden: status unknown for quota: team, resources: pods'
         one.cluster.fail("POST", PODS, 403, message=words)
         await one.launcher.spawn("w0", SPEC)
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert (wait.reason, wait.hopeless) == (PendingReason.QUOTA, False)
         await one.hears(Spawned)
 
@@ -113,7 +113,7 @@ async def test_what_the_cluster_refuses_for_good_is_hopeless_and_says_what_to_do
         spec = JobSpec("demo", 1, launcher="kubernetes", run="r", kubernetes=json.dumps(
             {**SECTION, "podTemplate": {"spec": {"hostnam": "x"}}}))  # fmt: skip
         await one.launcher.spawn("w0", spec)
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert wait.hopeless and 'unknown field "hostnam"' in wait.why
         await one.launcher.kill("w0", spec)
         assert (await one.hears(Exited))[0] == Exited("w0", None, "its pod demo-w0 was never made")
@@ -204,7 +204,7 @@ async def test_a_name_that_another_pod_has_is_waited_for_where_it_ends_and_named
             PODS, {"metadata": {"name": "demo-w0"}, "spec": {"containers": []}, "status": {"phase": "Running"}}
         )
         await one.launcher.spawn("w0", SPEC)
-        (wait,) = await one.hears(Waiting)
+        wait, *_ = await one.hears(Waiting)
         assert wait.hopeless and wait.why == (
             "the pod demo-w0, which has this worker's name, is not one of job demo; delete it or name the job otherwise"
         )

@@ -160,7 +160,7 @@ def test_of_as_many_faults_as_a_body_has_room_for_only_the_first_are_looked_at(v
         Sizes.model_validate(given)
     began = time.process_time()
     *_, last = lines = every_sentence(refusal.value.errors(), "the thing", Sizes, given).splitlines()
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 10
     assert (len(lines), last) == (1 + MOST_FAULTS + 1, "  - … and 19980 more")
 
 
