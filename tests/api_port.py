@@ -62,7 +62,7 @@ async def serving(directory, settings=None, machine=None, token=None, tls=None, 
     await web.start(build_app(alone, figures, settings, tokens, neighbours), shell.give_up)
     try:
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{web.port}", trust_env=False, verify=False, timeout=60
+            base_url=f"http://127.0.0.1:{web.port}", trust_env=False, verify=False, timeout=100
         ) as client:
             yield Api(alone, machine, client, web)
     finally:

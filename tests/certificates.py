@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=100)
 
 
 def authority(folder: Path, name: str) -> None:

@@ -87,7 +87,7 @@ def test_helm_test_runs_a_job_of_8_steps_twice_and_compares(scripts: Path, url: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 steps with 2 workers and with 1 worker: ")
     left = httpx.get(
-        f"{url}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, verify=False, timeout=60
+        f"{url}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, verify=False, timeout=100
     ).json()
     assert left["jobs"] == []
 
@@ -159,7 +159,7 @@ def scrape(url: str, state: type[Secrets]) -> int:
     """What a Prometheus with the kept token is answered."""
     token = base64.b64decode(state.secret["data"]["token"]).decode()
     return httpx.get(
-        f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}, trust_env=False, verify=False, timeout=60
+        f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}, trust_env=False, verify=False, timeout=100
     ).status_code
 
 

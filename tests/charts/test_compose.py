@@ -84,5 +84,5 @@ def test_no_secret_is_in_the_files() -> None:
 def test_prometheus_can_read_its_configuration() -> None:
     assert PROMTOOL is not None
     command = [PROMTOOL, "check", "config", "--syntax-only", FOLDER / "prometheus.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,7 +77,7 @@ def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -60,7 +60,7 @@ class JobOfResource(JobOfPods):
 
     def kubectl(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         answer = httpx.request(
-            method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False, verify=False, timeout=60
+            method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False, verify=False, timeout=100
         )
         assert answer.is_success, answer.text
         return dict(answer.json())

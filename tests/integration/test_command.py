@@ -345,7 +345,7 @@ def test_sigterm_is_the_ordinary_end_of_a_controller_also_right_after_its_first_
         try:
             assert process.stdout and process.stdout.readline()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=100) == 0
         finally:
             process.kill()
 
@@ -365,7 +365,7 @@ def test_a_controller_serves_though_nobody_reads_what_it_prints(tmp_path: Path) 
                 until("the controller", lambda: answers(f"http://127.0.0.1:{port}/readyz"))
                 assert client.get("/v1/jobs").json()["jobs"] == []
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=100) == 0
         finally:
             process.kill()
             os.close(reader)
@@ -385,7 +385,7 @@ def test_a_store_that_cannot_be_written_is_exit_3_and_one_sentence(tmp_path: Pat
     """It was tried again every second, for ever."""
     (tmp_path / "train.py").touch()
     command = f"ulimit -f 40 && exec {SHOAL} run --http 127.0.0.1:0 --grpc 127.0.0.1:0 train.py"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 3 and done.stdout == "", done.stderr
     assert done.stderr.startswith("shoal: the store .shoal/store.db cannot be read or written: ")
     assert done.stderr.count("\n") == 1
@@ -412,7 +412,7 @@ def test_a_signal_ends_a_command_that_still_waits_for_its_store(
         try:
             until("its health", lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/healthz"))
             process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=100)
             assert process.returncode == code, errors
             assert "Traceback" not in errors
         finally:

@@ -46,7 +46,7 @@ def test_any_controller_answers_and_changes_a_job_as_the_one_that_leads(etcd: Et
             headers={"accept": "text/event-stream"},
             trust_env=False,
             verify=False,
-            timeout=60,
+            timeout=100,
         ) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             assert next(line for line in stream.iter_lines() if line.startswith("data:"))

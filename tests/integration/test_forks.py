@@ -49,7 +49,7 @@ builtins.__import__ = look
 import {module}
 """
     bare = {"PYTHONPATH": ":".join(filter(None, sys.path))}
-    seen = subprocess.run([sys.executable, "-c", looks], env=bare, capture_output=True, text=True, timeout=60)
+    seen = subprocess.run([sys.executable, "-c", looks], env=bare, capture_output=True, text=True, timeout=100)
     assert seen.stdout.strip() == "0", seen.stderr
 
 

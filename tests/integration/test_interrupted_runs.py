@@ -167,7 +167,7 @@ def test_a_closed_terminal_ends_a_run_and_its_workers_as_ctrl_c_does(tmp_path: P
         until("it to train", is_training)
         [pid] = [json.loads(record.read_text())["pid"] for record in (tmp_path / ".shoal/jobs/train").glob("w*.json")]
         os.close(terminal)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=100) == 130
         assert not psutil.pid_exists(pid), "gone as soon as the command is"
     finally:
         process.kill()

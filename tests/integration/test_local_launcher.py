@@ -446,7 +446,7 @@ asyncio.run(main())
 )
 def test_as_process_1_of_a_container_it_leaves_no_zombie_of_what_a_killed_worker_had_started(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AS_PROCESS_1, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.stdout, done.returncode) == ("-9\n", 0), done.stderr
 
 

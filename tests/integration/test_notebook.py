@@ -67,7 +67,7 @@ def output_of(cell: Any, kind: str) -> Any:
 def run_in_jupyter(folder: Path, *cells: str) -> Any:
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = NotebookClient(
-        book, timeout=90, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
+        book, timeout=100, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
     asyncio.run(client.async_execute())
     return book.cells

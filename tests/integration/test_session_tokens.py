@@ -39,7 +39,7 @@ async def controller(folder: Path) -> AsyncIterator[tuple[Server, httpx.AsyncCli
     async with (
         serve(settings) as server,
         httpx.AsyncClient(
-            base_url=f"http://{server.http}/v1", trust_env=False, verify=False, headers=ROOT, timeout=60
+            base_url=f"http://{server.http}/v1", trust_env=False, verify=False, headers=ROOT, timeout=100
         ) as client,
     ):
         yield server, client

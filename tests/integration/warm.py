@@ -69,7 +69,7 @@ class Warm:
         self._process.stdin.close()
         self._process.stdout.close()
         try:
-            self._process.wait(timeout=60)  # where no test has forked from it, it may still be importing
+            self._process.wait(timeout=100)  # where no test has forked from it, it may still be importing
         finally:
             self._process.kill()
 

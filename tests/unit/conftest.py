@@ -21,3 +21,9 @@ def commands(temporary: Path) -> Iterator[None]:
         return
     with cluster.warmed(forked_command.MODULES, usual=()):
         yield
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job's curve has a point but those of the test."""
+    monkeypatch.setattr("shoal_controller.observe.curves.EVERY_SECONDS", 3600.0)

@@ -42,7 +42,7 @@ def test_a_controller_with_too_little_does_not_start(tmp_path: Path) -> None:
     places = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", f"embedded:{tmp_path}", "--data", tmp_path]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, "controller", *places],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("shoal: the address space of this process is limited to 300 MiB, and ")

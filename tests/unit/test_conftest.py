@@ -53,7 +53,7 @@ def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
     command += [str(tmp_path)]
     wide = os.environ | {"COLUMNS": "300", "PYTHONPATH": str(tests)}
-    done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=100)
     found = set(
         re.findall(r"ERROR test_it.py::test_that_forgets_a_(\w+) - AssertionError: the test has left", done.stdout)
     )

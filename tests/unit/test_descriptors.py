@@ -68,7 +68,7 @@ def test_whoever_may_open_too_few_is_told_how_many_it_needs(who, command, tmp_pa
     (tmp_path / "train.py").write_text(SCRIPT)
     limited = ["bash", "-c", 'ulimit -n 20 && exec "$@"', "bash", *command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environment)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert re.sub(r" \(train\.py:\d+\)$", "", done.stderr, flags=re.MULTILINE) == (
         f"shoal: this process may open 20 files and connections; {who} needs 64 at least, and more with every worker. "

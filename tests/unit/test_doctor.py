@@ -63,7 +63,7 @@ def raw(folder: Path, *flags: str, site: str = "", fresh: bool = False) -> subpr
     flags = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *flags)
     if not (site or fresh):
         return shoal("doctor", *flags, env=given, folder=folder, seconds=90)
-    return subprocess.run([SHOAL, "doctor", *flags], capture_output=True, text=True, timeout=90, env=given, cwd=folder)
+    return subprocess.run([SHOAL, "doctor", *flags], capture_output=True, text=True, timeout=100, env=given, cwd=folder)
 
 
 def test_a_machine_that_trains_is_well_and_stays_as_it_was(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_hangs_or_crashes_is_a_line_and_the_next_check_is_made(tmp_path: Pa
     (tmp_path / "sitecustomize.py").write_text(HANGS_AND_CRASHES)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=90, env=env, cwd=tmp_path
+        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.count("it has not ended for 5 s") == 1, done.stdout

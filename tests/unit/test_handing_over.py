@@ -33,7 +33,7 @@ def handed_over(*arguments: str) -> list[str]:
 
 
 def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run([SHOAL, "verify", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([SHOAL, "verify", str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (2, f"shoal: there is no checkpoint in {tmp_path}.\n")
     assert checkpoint(handed_over("export", str(tmp_path), "m.safetensors", "--dtype", "int1")) == 2
     assert capsys.readouterr().err.partition(";")[0] == "shoal: --dtype is int1"

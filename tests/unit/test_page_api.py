@@ -41,12 +41,6 @@ async def with_page(folder: Path, **given: object) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.fixture
-def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No job's curve has a point but those of the test."""
-    monkeypatch.setattr("shoal_controller.observe.curves.EVERY_SECONDS", 3600.0)
-
-
 # ---- files
 
 

@@ -57,7 +57,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     authority(folder, "house")
     certificate(folder, "one", "house")
     lock = ["openssl", "ec", "-in", "one.key", "-aes128", "-passout", "pass:hush", "-out", "locked.key"]
-    subprocess.run(lock, cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(lock, cwd=folder, check=True, capture_output=True, timeout=100)
     (folder / "locked.key").replace(folder / "one.key")
     return folder
 

@@ -202,7 +202,7 @@ def test_the_token_lies_in_a_secret_of_the_job() -> None:
 
 def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> None:
     program = "import sys, shoal_controller.server; print([m for m in sys.modules if 'kubernetes_asyncio' in m])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "[]\n"
 
 

@@ -148,7 +148,7 @@ def test_a_pair_that_cannot_be_used_is_one_sentence(tmp_path, house):
 
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path, house):
     locked = ["openssl", "ec", "-in", str(house / "rest.key"), "-aes128", "-passout", "pass:hush"]
-    subprocess.run([*locked, "-out", str(tmp_path / "locked.key")], check=True, capture_output=True, timeout=60)
+    subprocess.run([*locked, "-out", str(tmp_path / "locked.key")], check=True, capture_output=True, timeout=100)
     with pytest.raises(UserError, match="private key, without a password"):
         web_certificate(house / "rest.pem", tmp_path / "locked.key")
 

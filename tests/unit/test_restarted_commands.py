@@ -45,7 +45,7 @@ def ended(
 ) -> tuple[int, list[str], str]:
     """Its exit status, the lines that its commands wrote, and what it says itself."""
     with running(script, *arguments, restarts=restarts, processes=processes, **env) as one:
-        output, errors = one.communicate(timeout=60)
+        output, errors = one.communicate(timeout=100)
         return one.returncode, output.splitlines(), errors
 
 
@@ -95,7 +95,7 @@ def test_signals_reach_the_command_and_one_that_was_told_to_end_is_not_started_a
         one.send_signal(signal.SIGUSR1)
         assert int(one.stdout.readline()) == signal.SIGUSR1
         one.send_signal(number)
-        output, errors = one.communicate(timeout=60)
+        output, errors = one.communicate(timeout=100)
     assert (output, errors, one.returncode) == (f"{int(number)}\n", "", START_AGAIN)
 
 
@@ -123,7 +123,7 @@ def test_each_of_several_processes_has_its_id_and_device_and_the_first_failure_i
         assert one.stderr is not None
         first, second = one.stderr.readline(), one.stderr.readline()
         gate.write_text("")  # the last one may end
-        output, errors = one.communicate(timeout=60)
+        output, errors = one.communicate(timeout=100)
     assert sorted(output.splitlines()) == ["w4 2 10.0.0.9", "w5 5 10.0.0.9", "w6 2 10.0.0.9"]
     assert one.returncode == 7
     assert "has ended with status" in first and "has ended with status" in second
@@ -142,7 +142,7 @@ def test_a_process_that_dies_or_begins_anew_leaves_the_others_alone_and_signals_
         again = int(one.stdout.readline())
         assert again not in (first, second, third)
         one.send_signal(signal.SIGTERM)
-        output, _ = one.communicate(timeout=60)
+        output, _ = one.communicate(timeout=100)
     assert ("".join(output.split()), one.returncode) == (str(int(signal.SIGTERM)) * 2, 137)
 
 

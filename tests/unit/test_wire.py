@@ -398,5 +398,5 @@ def test_a_plan_for_a_thousand_workers_and_65536_blocks_fits_in_one_mebibyte() -
 
 def test_the_generated_code_is_what_the_proto_files_say() -> None:
     command = [sys.executable, str(ROOT / "protos/generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
