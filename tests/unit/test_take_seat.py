@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
-import shoal
 import torch
 from rule import Edit, rule
 from shoal.session import seat
@@ -71,16 +71,11 @@ def test_the_config_and_the_seat_are_of_one_shape(monkeypatch: pytest.MonkeyPatc
         take_seat(PAIR, {})
 
 
-def test_what_shoal_cell_refuses_ends_the_script_with_its_sentence_and_a_status_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    with pytest.raises(UserError) as refused:
-        shoal.cell(expert=0)
-    with pytest.raises(SystemExit) as ended:
-        sys.excepthook(UserError, refused.value, None)
-    assert ended.value.code == WRONG_USE
-    assert capsys.readouterr().err.startswith("shoal: `shoal.cell.expert` is 0; expected a whole number")
+def test_what_shoal_cell_refuses_ends_the_script_with_its_sentence_and_a_status_of_its_own() -> None:
+    script = "import shoal; shoal.cell(expert=0)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == WRONG_USE
+    assert done.stderr.startswith("shoal: `shoal.cell.expert` is 0; expected a whole number")
 
 
 def test_the_answer_to_the_question_ends_the_wait_and_what_may_come_back_does_not() -> None:
