@@ -21,7 +21,7 @@ from shoal_protos.training_log import say
 from shoal.checkpoint.failure import NeedsFreshProcess, sentence_of
 
 FAILED = 1
-"""Exit status of a process whose script has ended, and whose threads have not."""
+"""Exit status of a process whose script came to its end, where what followed failed, or its threads do not end."""
 GRACE_SECONDS = 5.0
 """For as long threads of a script that has ended without an engine may run on."""
 _has_engine = threading.Event()

@@ -24,14 +24,11 @@ from shoal_protos.training_log import get_logger, say
 
 from shoal.checkpoint.failure import NeedsFreshProcess, in_a_sentence, result_of
 from shoal.config.out_of_memory import explain
-from shoal.session.error_hook import leave_the_end_to_the_engine, leave_with
+from shoal.session.error_hook import FAILED, leave_the_end_to_the_engine, leave_with
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
 
 log = get_logger("shoal")
-
-FAILED = 1
-"""Exit status of a script that came to its end, where what followed failed."""
 
 
 class _Ending:

@@ -50,7 +50,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     and a list of them. `max_group_size` changes nothing: blocks are cut from all parameters alike. Raises `UserError`.
     """
     del max_group_size
-    groups = param_groups if isinstance(param_groups, list) else [*_as_groups(param_groups)]
+    given: Any = param_groups
+    groups = given if isinstance(given, list) else [*given] if isinstance(given, tuple) else [given]
     _check(groups)
     split = [split_params_into_shared_and_expert_params(group["params"]) for group in groups]
     of_experts = [
@@ -62,12 +63,6 @@ def split_params_into_different_moe_groups_for_optimizer(
         group["params"] = shared
     groups.extend(of_experts)
     return groups
-
-
-def _as_groups(param_groups: Any) -> Iterable[Any]:
-    if isinstance(param_groups, Mapping):
-        return [param_groups]
-    return param_groups if isinstance(param_groups, tuple) else [param_groups]
 
 
 def _check(groups: Sequence[Any]) -> None:
