@@ -1,10 +1,10 @@
 """The memory of a process on its host: tensors in huge pages, tensors as bytes, and a heap that keeps what is freed.
 
 What is large and lives long gets huge pages, where the system gives them, and so does what the heap of a worker grows
-by. Such memory is found at a fifth of the cost,
-and digesting and copying it is a fifth to two fifths cheaper than in pages of 4 KiB, which makes checkpoints that much
-cheaper to take and to read. And a killed process is gone sooner: its port refuses connections, which proves its death,
-only when its memory is given back. Elsewhere it is memory like any other.
+by. Such memory is found at a fifth of the cost, and digesting and copying it is a fifth to two fifths cheaper than in
+pages of 4 KiB, which makes checkpoints that much cheaper to take and to read. And a killed process is gone sooner: its
+port refuses connections, which proves its death, only when its memory is given back. Elsewhere it is memory like any
+other.
 
 After `keep_freed_memory`, which is called when a worker starts, the C library's heap keeps what a step frees: the next
 step takes as much again. By default glibc gives memory back to the kernel wherever the end of its heap is free, which
@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -91,8 +92,11 @@ def keep_freed_memory(environ: Mapping[str, str] | None = None) -> bool:
     return is_kept
 
 
+@cache
 def _grow_in_huge_pages() -> None:
-    """Takes addresses for what the heap will hold. Memory comes when they are written first, and then in huge pages."""
+    """Takes addresses for what the heap will hold. Memory comes when they are written first, and then in huge pages.
+    Once: what a second engine's blocks begin with would lie there, and each would take a huge page.
+    """
     library, size = ctypes.CDLL(None), ctypes.c_size_t(BLOCK_BYTES)
     library.malloc.restype = ctypes.c_void_p
     blocks = [found for _ in range(HEAP_BLOCKS) if (found := library.malloc(size))]
