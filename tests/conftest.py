@@ -40,6 +40,7 @@ THREADS_THAT_STAY = (
     "_grpc",
     "Dummy-",  # one of gRPC's own in which it has called us
     "fsspecIO",  # fsspec's event loop for object stores lives as long as the process
+    "shoal-life",  # holds the mutex by which others notice that this process has died
     "asyncio_",  # and so do the threads in which it looks up names; `asyncio.run` ends those of ours
 )
 """Beginnings of the names of threads that live as long as the process."""

@@ -137,6 +137,8 @@ class Status:
     """Blocks whose state it holds with valid bits as of `step`."""
     broken: tuple[WorkerId, ...] = ()
     """Peers of its generation to whom its connection broke."""
+    dead: tuple[str, ...] = ()
+    """Incarnations of peers on its host whose processes it has seen to die."""
     done: bool = False
     """It has committed the last step and given its digests."""
     ended: bool = False
@@ -163,7 +165,7 @@ class Status:
         """What is said at once when it changes; step and holdings wait for the next heartbeat."""
         ends = self.done, self.ended, self.drain, self.last_step
         knows = self.checkpoint, self.unreadable_checkpoint, self.corrupt
-        return self.generation, self.state, self.promised, self.committed_in, self.broken, ends, knows
+        return self.generation, self.state, self.promised, self.committed_in, (self.broken, self.dead), ends, knows
 
 
 # ---- worker → controller

@@ -640,6 +640,7 @@ class Status(_message.Message):
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    DEAD_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
     state: Global___MemberState.ValueType
@@ -663,6 +664,8 @@ class Status(_message.Message):
     def unreadable_checkpoint(self) -> Global___UnreadableCheckpoint: ...
     @_builtins.property
     def corrupt(self) -> _containers.RepeatedCompositeFieldContainer[Global___CorruptBlock]: ...
+    @_builtins.property
+    def dead(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -684,10 +687,11 @@ class Status(_message.Message):
         grace_seconds: _builtins.float = ...,
         corrupt: _abc.Iterable[Global___CorruptBlock] | None = ...,
         last_step: _builtins.int = ...,
+        dead: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "last_step", b"last_step", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "dead", b"dead", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "last_step", b"last_step", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

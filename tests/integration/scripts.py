@@ -6,6 +6,7 @@ normalization (buffers), a frozen parameter and an unused one; AdamW has two gro
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -209,10 +210,10 @@ def data_of(options: dict[str, Any]) -> Any:
 def train(result: str, **options: Any) -> None:
     """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …
 
-    `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `compile`: the
-    backend of torch.compile; then the number of graphs is printed whenever it has grown. `evaluate`: after every step,
-    on rank 0. `bare`: the script ends with its loop, and writes no result. `deferred`: a model with a frozen base that
-    is built without memory.
+    `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `keeps_sockets`: a
+    child has them open when this process is killed. `compile`: the backend of torch.compile; then the number of graphs
+    is printed whenever it has grown. `evaluate`: after every step, on rank 0. `bare`: the script ends with its loop,
+    and writes no result. `deferred`: a model with a frozen base that is built without memory.
     """
     import shoal
     from shoal.group import host_peers
@@ -236,6 +237,8 @@ def train(result: str, **options: Any) -> None:
         brake.hold(engine.global_step)
         if engine.global_step:
             have_children(options.pop("children", 0))
+            if options.pop("keeps_sockets", False):
+                keep_sockets_open()
         loss = module(**batch)
         engine.backward(loss)
         engine.step()
@@ -335,6 +338,13 @@ def have_children(count: int) -> None:
         if os.fork() == 0:
             while True:
                 signal.pause()
+
+
+def keep_sockets_open() -> None:
+    """In a child that Python knows nothing of: they are not closed when this process dies."""
+    if ctypes.PyDLL(None).fork() == 0:
+        while True:
+            signal.pause()
 
 
 def _write(result: str, ended: dict[str, Any]) -> None:

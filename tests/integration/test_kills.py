@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, undisturbed, until
 from matrices import shortened
+from rule import holds
 from shoal_protos.messages import START_AGAIN
 from tiers import promise
 
@@ -71,6 +72,18 @@ def test_one_of_the_last_two_can_die(victim: str) -> None:
     with Cluster(workers=2, options=SHORT, faults=f"{victim}@4:hand_out:kill") as cluster:
         report = cluster.wait_undisturbed()
         assert report["generations"][-1]["workers"] == 1
+
+
+@holds("What a process has seen to die")
+def test_a_death_is_believed_at_once_though_the_dead_process_seems_to_be_connected() -> None:
+    spec = {"workers": {"wanted": 3}, "suspect_after": 1000, "stall_seconds": 3600.0}
+    with Cluster(workers=2, options=LONG, pace=PACE, spec=spec) as cluster:
+        cluster.add(keeps_sockets=True)
+        cluster.wait_step(3)
+        cluster.kill("w2")
+        cluster.wait_world(2)
+        assert "another process of its host has seen it end" in cluster.messages("lost")[0]
+        cluster.wait_undisturbed()
 
 
 def test_the_death_of_a_lone_worker_is_believed_at_once_where_its_host_answers_at_another_port() -> None:

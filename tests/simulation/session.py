@@ -199,6 +199,10 @@ class Session:
         self.dialogue.request_drain()
         self._send()
 
+    def on_death(self, incarnation: str) -> None:
+        self.dialogue.on_death(incarnation)
+        self._send()
+
     def on_broken_peer(self, peer: str) -> None:
         self.dialogue.on_broken_peers({peer})
         self._send()

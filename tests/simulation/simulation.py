@@ -169,7 +169,14 @@ class Simulation:
         return [worker for worker in map(self.process_of, plan.members) if worker is not None]
 
     def process_ended(self, process: SimWorker) -> None:
+        """Of a killed one some that train on its host know, before its streams are seen to end."""
         self.launcher.ended(process)
+        chance, host = Random(f"{self.seed} {process.pid} is seen to die"), self.host_of(process.pid)
+        for witness in self.workers() if process.exit_code == -9 else ():
+            world = witness.membership.plan
+            beside = world is not None and process.incarnation in {one.incarnation for one in world.members}
+            if beside and self.host_of(witness.pid) == host and chance.random() < 0.5:
+                witness.after(0.01 * chance.random(), witness.session.on_death, process.incarnation)
 
     def refuses(self, address: str) -> bool:
         """Whether a connection to a worker's port is refused: by the host of a dead process, or by a firewall."""

@@ -357,6 +357,19 @@ def test_a_broken_connection_is_said_at_once_and_forgotten_in_the_next_world() -
     assert heartbeat(dialogue).status.broken == ()
 
 
+def test_a_death_is_said_at_once_and_until_a_plan_comes_that_was_made_after_it() -> None:
+    dialogue, members = (
+        member_of(1, "abc"),
+        {member.worker: member.incarnation for member in recovery(2, "abc").members},
+    )
+    dialogue.on_death(members["c"])
+    dialogue.on_death(members["b"])
+    assert heartbeat(dialogue).status.dead == tuple(sorted((members["b"], members["c"])))
+    dialogue.on_message(Prepare(2))
+    dialogue.on_message(PlanMessage(recovery(2, "ac")))
+    assert heartbeat(dialogue).status.dead == (members["c"],)
+
+
 def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_must_be_known() -> None:
     dialogue = member_of(1, "ab")
     dialogue.request_drain()

@@ -237,6 +237,7 @@ def _write_status(status: Status) -> pb.Status:
         boundaries=status.boundaries,
         holds=status.holds.encode(),
         broken=status.broken,
+        dead=status.dead,
         done=status.done,
         ended=status.ended,
         drain=status.drain,
@@ -256,6 +257,7 @@ def _write_status(status: Status) -> pb.Status:
 
 def _read_status(message: pb.Status, blocks: int) -> Status:
     broken = bounds.few("status.broken", message.broken, bounds.MAX_MEMBERS)
+    dead = bounds.few("status.dead", message.dead, bounds.MAX_MEMBERS)
     return Status(
         sequence=bounds.whole("status.sequence", message.sequence),
         generation=bounds.whole("status.generation", message.generation),
@@ -266,6 +268,7 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         boundaries=bounds.whole("status.boundaries", message.boundaries),
         holds=_read_holds(tuple(message.holds), blocks),
         broken=tuple(bounds.name("status.broken", worker) for worker in broken),
+        dead=tuple(bounds.name("status.dead", incarnation) for incarnation in dead),
         done=message.done,
         ended=message.ended,
         drain=message.drain,

@@ -29,6 +29,10 @@ WORLD = "g"
 """What a group is for, which begins the name of the room where it is built: all members of a generation."""
 
 
+def _nobody_listens(rank: int) -> None:
+    """Its death is noticed elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """One process's view of the building of one group: of all members of a generation, or of some, such as a cell."""
@@ -45,6 +49,8 @@ class GroupSpec:
     """What this process says to all others where they meet: which device it has for itself (device_group.py)."""
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
+    on_death: Callable[[int], None] = field(default=_nobody_listens, compare=False)
+    """Called with the rank of a member whose process has been seen to die, from another thread."""
     purpose: str = WORLD
     """Groups of one generation that are for different purposes do not meet."""
 

@@ -102,7 +102,7 @@ def _meet(spec: GroupSpec, cancellation: Cancellation, host_peers: HostPeers) ->
     finally:
         client.close()
     hosts = [split_address(one)[0] for one in spec.addresses]
-    host_peers.meet(spec.rank, hosts, [content[: len(address)] for content in announced])
+    host_peers.meet(spec.rank, hosts, [content[: len(address)] for content in announced], spec.on_death)
     return GlooGroup(
         gloo, spec.rank, spec.size, spec.progress, tuple(content[len(address) :] for content in announced), host_peers
     )

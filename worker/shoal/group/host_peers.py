@@ -6,6 +6,8 @@ the sender's memory: so no member waits for room, and receives are posted as eve
 
 Each process makes a `SharedMemory` of its own for each group (unnamed_memory.py); no other group uses it. Only messages
 of the group say that what lies there is whole; the marks at its head say who has opened it and which places are taken.
+
+Each member also watches the next ones of its host (deaths.py): the death of one is known before its sockets are closed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.group.group import message_bytes
+from shoal.process.deaths import own_life, watch
 from shoal.process.unnamed_memory import (
     ADDRESS,
     GROUP,
@@ -41,6 +45,10 @@ LEAST_BYTES = 1 << 20
 PLACE = struct.Struct(f"<{TOKEN_BYTES}sq")
 """The short message: the token of the sender's memory, and where in it the bytes lie. gloo takes a message that is
 shorter than the receive; that a long one begins with a token is as likely as to guess it."""
+
+
+WATCHED = 2
+"""Members of its host that each one watches, the next by rank: of two that die together one is seen at once."""
 
 
 class Gloo(Protocol):
@@ -65,21 +73,39 @@ class HostPeers:
         self._opened: dict[int, OpenedMemory] = {}
 
     def announce(self, members: int) -> bytes:
-        """What this process says of itself where members meet, as `ADDRESS` has it; zeros: it shares no memory."""
+        """What this process says of itself where members meet: where it shares memory, and where others watch it, each
+        as `ADDRESS` has it; zeros where it has none.
+        """
+        found = [bytes(ADDRESS.size)] * 2
         with contextlib.suppress(OSError, AttributeError):
             self._memory = SharedMemory(members)
-        return self._memory.address.to_bytes() if self._memory is not None else bytes(ADDRESS.size)
+            found[0] = self._memory.address.to_bytes()
+            found[1] = own_life().to_bytes()
+        return b"".join(found)
 
-    def meet(self, rank: int, hosts: Sequence[str], announced: Sequence[bytes]) -> None:
-        """`hosts`, `announced`: by rank, where members are reached and what they say."""
+    def meet(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        announced: Sequence[bytes],
+        on_death: Callable[[int], None],
+    ) -> None:
+        """`hosts`, `announced`: by rank, where members are reached and what they say. `on_death` is called with the
+        rank of a member that has died, from a thread of its own, also after the group is closed.
+        """
         if self._memory is None:
             return
-        for peer, content in enumerate(announced):
-            if peer != rank and hosts[peer] == hosts[rank]:
-                with contextlib.suppress(OSError, struct.error):
-                    address = MemoryAddress.from_bytes(content)
-                    if address.is_seen_from(self._memory.address):
-                        self._opened[peer] = OpenedMemory(address, rank, len(announced))
+        size, watched = len(announced), 0
+        for peer in ((rank + distance) % size for distance in range(1, size)):
+            if hosts[peer] != hosts[rank]:
+                continue
+            with contextlib.suppress(OSError, struct.error):
+                address, life = (MemoryAddress.from_bytes(part) for part in _halves(announced[peer]))
+                if address.is_seen_from(self._memory.address):
+                    self._opened[peer] = OpenedMemory(address, rank, size)
+                    if watched < WATCHED:
+                        watch(life, partial(on_death, peer))
+                        watched += 1
 
     def send(self, wire: Gloo, message: Tensor, to: int, tag: int) -> GlooWork:
         """Posts a contiguous message."""
@@ -101,6 +127,10 @@ class HostPeers:
             self._memory.close()
         for memory in self._opened.values():
             memory.close()
+
+
+def _halves(content: bytes) -> tuple[bytes, bytes]:
+    return content[: ADDRESS.size], content[ADDRESS.size :]
 
 
 class _Arrival:

@@ -27,7 +27,7 @@ BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/p
 SEALED_BY_THE_SYSTEM = 0x20
 """F_SEAL_EXEC, which Python has no name for: `vm.memfd_noexec` puts it on all such memory."""
 
-NAMES = GROUP, WEIGHTS = "shoal-group", "shoal-weights"
+NAMES = GROUP, WEIGHTS, LIFE = "shoal-group", "shoal-weights", "shoal-life"
 """What the kernel calls it where it lists what a process has open: by what it is for."""
 
 _mapped: WeakSet[mmap.mmap] = WeakSet()

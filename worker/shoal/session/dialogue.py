@@ -131,6 +131,8 @@ class Dialogue:
         self.refusal = ""
         """The sentence of a final refusal, or of the last one that said to try again."""
         self.broken: tuple[str, ...] = ()
+        self.dead: tuple[str, ...] = ()
+        """Incarnations of members on this host that have died, until a plan comes without them."""
         """Peers to whom the current group's connection broke."""
         self.activities: Mapping[int, Activity] = {}
         """Activities by generation, as the driver last saw them: what this process does in its groups."""
@@ -230,6 +232,7 @@ class Dialogue:
             state=membership.state,
             promised=membership.newest_known,
             broken=self.broken,
+            dead=self.dead,
             drain=self._drain,
             grace_seconds=self.process.grace_seconds,
         )
@@ -273,7 +276,7 @@ class Dialogue:
         """A world begins. The controller hears of it when the training thread next says where it stands."""
         self._held_back = self._current_status()
         self.membership.begin(plan)
-        self.broken = ()
+        self._forget_peers(plan)
 
     def report(self, result: Result) -> None:
         """How it ended. Sent again on every new stream."""
@@ -293,11 +296,16 @@ class Dialogue:
         self.broken = tuple(sorted(peers.union(self.broken)))
         self.notice()
 
+    def on_death(self, incarnation: str) -> None:
+        """A member on this host was seen to die."""
+        self.dead = tuple(sorted({*self.dead, incarnation}))
+        self.notice()
+
     def start_over(self, incarnation: str) -> None:
         """Start over as a joiner with a new id from the controller."""
         self.membership.worker, self.membership.incarnation = "", incarnation
         self.membership.start_over()
-        self.ending, self.welcomed, self.broken = None, False, ()
+        self.ending, self.welcomed, self.broken, self.dead = None, False, (), ()
         self._inventory = self._result = None
         self._asks.clear()  # what the life before was asked for it may have forgotten
         self._status = Status(self._sequence, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
@@ -370,8 +378,13 @@ class Dialogue:
             return []
         if plan.recovery is None:
             return [Build(plan, rank, joiner=membership.is_joiner)]
-        self.broken = ()
+        self._forget_peers(plan)
         return [Build(plan, rank, joiner=False), Deliver(Planned(plan))]
+
+    def _forget_peers(self, plan: Plan) -> None:
+        """Connections are new with a plan, and a death that it was made after is known."""
+        members = {member.incarnation for member in plan.members}
+        self.broken, self.dead = (), tuple(incarnation for incarnation in self.dead if incarnation in members)
 
     def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
         """Nothing more is sent or taken in."""

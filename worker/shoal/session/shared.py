@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
@@ -120,7 +121,7 @@ class SharedSession:
                 if plan is not None and building is not None and building.group is not None:
                     dialogue.on_broken_peers({plan.members[rank].worker for rank in building.group.broken_peers})
 
-    # ---- on a builder's thread, under the lock
+    # ---- on a builder's thread or another one of the groups', under the lock
 
     def _on_outcome(self, outcome: BuildOutcome) -> None:
         match outcome:
@@ -130,6 +131,9 @@ class SharedSession:
                 self._on_joined(building, state)
             case NotBuilt(building, ranks):
                 self._on_not_built(building, ranks)
+            case PeerDied(incarnation):
+                self.dialogue.on_death(incarnation)
+                self.wake_if_due()
 
     def _on_built(self, building: Building) -> None:
         plan = building.plan
@@ -224,14 +228,21 @@ class NotBuilt:
     ranks: tuple[int, ...]
 
 
-BuildOutcome = Built | Joined | NotBuilt
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The process of a member was seen to die."""
+
+    incarnation: str
+
+
+BuildOutcome = Built | Joined | NotBuilt | PeerDied
 
 
 class Groups:
     """All of this process's groups by generation.
 
-    `report` is called with each outcome, under the lock and only while the building is wanted; `alarm` without it, when
-    a builder's thread fails by a bug.
+    `report` is called with each outcome, under the lock and only while the building is wanted (a death may be reported
+    later); `alarm` without it, when a builder's thread fails by a bug.
     """
 
     def __init__(
@@ -332,6 +343,7 @@ class Groups:
         began = time.monotonic()
         try:
             spec = GroupSpec.of(building.plan, building.rank, WORLD, building.progress)
+            spec = replace(spec, on_death=partial(self._on_death, building.plan))
             group = self._transport(spec, building.cancellation)
         except WorldChanged as error:
             self._look_around(building, str(error))
@@ -347,6 +359,11 @@ class Groups:
             group.close()
         elif building.joiner:
             self._await_first_message(building, group)
+
+    def _on_death(self, plan: Plan, rank: int) -> None:
+        """On a thread of its own, at any time."""
+        with self._lock:
+            self._report(PeerDied(plan.members[rank].incarnation))
 
     def _await_first_message(self, building: Building, group: Group) -> None:
         """Until the generation begins, or until it never will: then another one does."""

@@ -1,8 +1,8 @@
 """Who is here: broken streams, probes, launchers' reports and silence.
 
-A death is confirmed by the launcher, an operator or a refused connection (`judge_refusals` says when). Silence alone
-evicts a worker only after it was asked directly, and never when most are silent: then it is the controller that is
-cut off.
+A death is confirmed by the launcher, an operator, another process of its host, or a refused connection
+(`judge_refusals` says when). Silence alone evicts a worker only after it was asked directly, and never when most are
+silent: then it is the controller that is cut off.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Ping
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
-from shoal_controller.core.machine.effects import Probe
+from shoal_controller.core.machine.effects import Close, Probe
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.machine.job import PingSent, Process
 from shoal_controller.core.machine.phases import claims, failures, silence, starts
 from shoal_controller.core.machine.phases.next_message import is_member
-from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.turn import Turn, worker_of
 
 PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
@@ -238,6 +238,32 @@ def confirm_death(
     turn.mark(worker, standing=Standing.DEAD, why=why, ending_since=None)
     if record.ending is None:
         turn.note(EventKind.LOST, f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
+
+
+# ---- what other processes of its host say
+
+
+def on_seen_to_die(turn: Turn, witness: WorkerId, incarnations: Sequence[str]) -> None:
+    """A worker has seen processes of its host die, by what the kernel told it: it is certain at once, though the kernel
+    frees a process's memory before it closes its connections.
+
+    ● Messages that the dead process had sent may still arrive: its stream is left, so that they do not count as life.
+    """
+    for incarnation in incarnations:
+        worker = worker_of(turn, incarnation)
+        if worker is None or worker == witness or not _is_beside(turn.record(worker), turn.record(witness)):
+            continue
+        process = turn.process(worker)
+        if process is not None and process.connection is not None:
+            turn.do(Close(process.connection))
+            turn.drop("connections", process.connection)
+            turn.see(worker, connection=None, cut_at=turn.now)
+        confirm_death(turn, worker, "another process of its host has seen it end", noticed_by=f"worker {witness}")
+
+
+def _is_beside(record: WorkerRecord, witness: WorkerRecord) -> bool:
+    """Whether it is taken to live, on the host of another."""
+    return record.standing is not Standing.DEAD and record.host == witness.host
 
 
 # ---- silence, looked at in every tick

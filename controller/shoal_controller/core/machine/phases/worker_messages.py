@@ -24,6 +24,7 @@ from shoal_controller.core.machine.phases import (
     claims,
     corruption,
     ending,
+    failure_detector,
     failures,
     planned_changes,
     progress,
@@ -150,6 +151,7 @@ def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None
         turn.keep(committed_in=status.committed_in)
         progress.on_first_commit(turn, worker)
     failures.forgive(turn, status)
+    failure_detector.on_seen_to_die(turn, worker, status.dead)
     if status.drain:
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
 

@@ -1,0 +1,146 @@
+"""Deaths of processes of this host, known before the kernel has freed their memory.
+
+The sockets of a killed process are closed after its memory is freed: after 40 ms for half a gigabyte, after seconds for
+what a worker has pinned or has on a GPU. The *robust* mutexes that its threads hold (pthread_mutexattr_setrobust(3))
+the kernel gives back before that, and wakes a thread that waits for one. So each process has such a mutex in memory
+that others may map (unnamed_memory.py), a thread that holds it for ever, and a thread for each process that it watches.
+
+A process that ends by itself marks that before: how it ends is told otherwise. Where the kernel knows no such mutex
+nothing is noticed here, and the sockets tell of the death.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from shoal.process.unnamed_memory import LIFE, TOKEN_BYTES, MemoryAddress, address_of, make, map_shared, open_at
+
+MARK_AT, MUTEX_AT = TOKEN_BYTES, 64
+"""Where in the memory they lie, behind its token."""
+ENDS_BY_ITSELF = b"\1"
+MOST_BYTES = 64
+"""Of a `pthread_mutex_t` and of its attributes: 40 and 4 on x86-64, 48 and 8 on ARM."""
+PROCESS_SHARED = ROBUST = 1
+"""PTHREAD_PROCESS_SHARED and PTHREAD_MUTEX_ROBUST, of Linux."""
+
+_libc = ctypes.CDLL(None)
+_lock = threading.Lock()
+_own: OwnLife | None = None
+_watched: dict[bytes, Callable[[], None]] = {}
+"""By the token of a process's memory: what is called when it has died."""
+
+
+def own_life() -> MemoryAddress:
+    """Return where others watch this process. Raises `OSError` or `AttributeError` where the system has no means."""
+    global _own
+    with _lock:
+        if _own is None:
+            _own = OwnLife()
+        return _own.address
+
+
+def watch(life: MemoryAddress, on_death: Callable[[], None]) -> None:
+    """Call `on_death`, on a thread of its own, when another process has died. For a process that is watched already it
+    replaces what was to be called. Raises `OSError` where that process's memory cannot be opened.
+    """
+    if life.process == os.getpid():
+        return
+    with _lock:
+        if life.token not in _watched:
+            memory = _open(life)
+            threading.Thread(
+                target=_wait_for_death, args=(life.token, memory), name=f"shoal-life-{life.process}", daemon=True
+            ).start()
+        _watched[life.token] = on_death
+
+
+def _open(life: MemoryAddress) -> mmap.mmap:
+    """Raises `OSError`."""
+    descriptor = open_at(life)
+    try:
+        return map_shared(descriptor, mmap.PAGESIZE)
+    except ValueError as error:  # shorter than such memory
+        raise FileNotFoundError(str(error)) from None
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for_death(token: bytes, memory: mmap.mmap) -> None:
+    _block_signals()
+    mutex = _address(memory)
+    code = _libc.pthread_mutex_lock(mutex)
+    if code == errno.EOWNERDEAD:
+        _libc.pthread_mutex_consistent(mutex)
+    _libc.pthread_mutex_unlock(mutex)  # which wakes the next one that waits for it
+    with _lock:
+        on_death = _watched.pop(token, None)
+    has_died = code in (0, errno.EOWNERDEAD) and memory[MARK_AT : MARK_AT + 1] != ENDS_BY_ITSELF
+    if has_died and on_death is not None:
+        on_death()
+
+
+class OwnLife:
+    """This process's mutex, held by a thread."""
+
+    def __init__(self) -> None:
+        """Raises `OSError`, `AttributeError`."""
+        descriptor = make(LIFE, mmap.PAGESIZE)  # open as long as the process lives
+        self.memory, self.address = map_shared(descriptor, mmap.PAGESIZE), address_of(descriptor)
+        attributes = ctypes.byref(ctypes.create_string_buffer(MOST_BYTES))
+        mutex = _address(self.memory)
+        _check(_libc.pthread_mutexattr_init(attributes))
+        _check(_libc.pthread_mutexattr_setpshared(attributes, PROCESS_SHARED))
+        _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))
+        _check(_libc.pthread_mutex_init(mutex, attributes))
+        is_held = threading.Event()
+        threading.Thread(target=self._hold, args=(mutex, is_held), name="shoal-life", daemon=True).start()
+        is_held.wait()
+
+    @staticmethod
+    def _hold(mutex: ctypes.c_void_p, is_held: threading.Event) -> None:
+        _block_signals()
+        _libc.pthread_mutex_lock(mutex)
+        is_held.set()
+        while True:
+            _libc.pause()
+
+    def mark_end(self) -> None:
+        self.memory[MARK_AT : MARK_AT + 1] = ENDS_BY_ITSELF
+
+
+def _check(code: int) -> None:
+    """Raises `OSError`."""
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _address(memory: mmap.mmap) -> ctypes.c_void_p:
+    """Where the mutex lies."""
+    return ctypes.c_void_p(ctypes.addressof((ctypes.c_char * MOST_BYTES).from_buffer(memory, MUTEX_AT)))
+
+
+def _block_signals() -> None:
+    """This thread sleeps in the C library; other threads handle signals."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _mark_end() -> None:
+    if _own is not None:
+        _own.mark_end()
+
+
+def _forget() -> None:
+    """In a forked child: it has no such memory, and threads of its parent may have held the lock."""
+    global _lock, _own, _watched
+    _lock, _own, _watched = threading.Lock(), None, {}
+
+
+atexit.register(_mark_end)
+os.register_at_fork(after_in_child=_forget)
