@@ -357,6 +357,17 @@ def test_a_broken_connection_is_said_at_once_and_forgotten_in_the_next_world() -
     assert heartbeat(dialogue).status.broken == ()
 
 
+def test_how_it_ended_is_said_again_in_a_new_world_because_one_that_knew_no_such_member_did_not_take_it() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.report(Result(10, "beef"))
+    assert "Result" in kinds_sent(dialogue)
+    dialogue.on_message(Prepare(2))
+    dialogue.on_message(PlanMessage(recovery(2, "ab")))
+    kinds_sent(dialogue)
+    dialogue.begin(recovery(2, "ab"))
+    assert "Result" in kinds_sent(dialogue)
+
+
 def test_a_death_is_said_at_once_and_until_a_plan_comes_that_was_made_after_it() -> None:
     dialogue, members = (
         member_of(1, "abc"),

@@ -277,9 +277,11 @@ class Dialogue:
         self._held_back = self._current_status()
         self.membership.begin(plan)
         self._forget_peers(plan)
+        if self._result is not None:  # a controller of a restored store did not take it from a member of no world
+            self._due[Result] = None
 
     def report(self, result: Result) -> None:
-        """How it ended. Sent again on every new stream."""
+        """How it ended. Sent again on every new stream, and in every new world."""
         self._result = replace(result, generation=self.membership.generation)
         self._due[Result] = None
 
