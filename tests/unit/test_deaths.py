@@ -85,7 +85,7 @@ def await_watcher(life: MemoryAddress) -> None:
     "A change of the world",
     broken_by=[
         Edit("shoal.process.deaths", " and memory[MARK_AT : MARK_AT + 1] != ENDS_BY_ITSELF\n", "\n"),
-        Edit("shoal.process.deaths", "    _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))\n", ""),
+        Edit("shoal.process.deaths", "        _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))\n", ""),
         Edit(
             "shoal.process.deaths",
             "    _libc.pthread_mutex_unlock(mutex)  #",
