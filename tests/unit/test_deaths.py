@@ -84,12 +84,12 @@ def await_watcher(life: MemoryAddress) -> None:
     "freed and its sockets are closed; one that ends by itself is not taken for dead",
     "A change of the world",
     broken_by=[
-        Edit("shoal.process.deaths", " and memory[MARK_AT : MARK_AT + 1] != ENDS_BY_ITSELF\n", "\n"),
+        Edit("shoal.process.deaths", "        if _mark_in(memory) == LIVES:\n", "        if True:\n"),
         Edit("shoal.process.deaths", "        _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))\n", ""),
         Edit(
             "shoal.process.deaths",
-            "    _libc.pthread_mutex_unlock(mutex)  #",
-            "    #",
+            "        _libc.pthread_mutex_unlock(mutex)  #",
+            "        code = 0  #",
             by="test_all_that_watch_a_process_hear_of_its_death",
         ),
     ],

@@ -24,7 +24,7 @@ from shoal.process.unnamed_memory import LIFE, TOKEN_BYTES, MemoryAddress, addre
 
 MARK_AT, MUTEX_AT = TOKEN_BYTES, 64
 """Where in the memory they lie, behind its token."""
-ENDS_BY_ITSELF = b"\1"
+LIVES, ENDS_BY_ITSELF, HAS_DIED = b"\0", b"\1", b"\2"
 MOST_BYTES = 64
 """Of a `pthread_mutex_t` and of its attributes: 40 and 4 on x86-64, 48 and 8 on ARM."""
 PROCESS_SHARED = ROBUST = 1
@@ -73,17 +73,25 @@ def _open(life: MemoryAddress) -> mmap.mmap:
 
 
 def _wait_for_death(token: bytes, memory: mmap.mmap) -> None:
+    """The first one to have the mutex says in the memory what it has seen, for those that have it later."""
     _block_signals()
     mutex = _address(memory)
     code = _libc.pthread_mutex_lock(mutex)
     if code == errno.EOWNERDEAD:
         _libc.pthread_mutex_consistent(mutex)
-    _libc.pthread_mutex_unlock(mutex)  # which wakes the next one that waits for it
+        if _mark_in(memory) == LIVES:
+            memory[MARK_AT : MARK_AT + 1] = HAS_DIED
+    has_died = _mark_in(memory) == HAS_DIED
+    if code in (0, errno.EOWNERDEAD):
+        _libc.pthread_mutex_unlock(mutex)  # which wakes the next one that waits for it
     with _lock:
         on_death = _watched.pop(token, None)
-    has_died = code in (0, errno.EOWNERDEAD) and memory[MARK_AT : MARK_AT + 1] != ENDS_BY_ITSELF
     if has_died and on_death is not None:
         on_death()
+
+
+def _mark_in(memory: mmap.mmap) -> bytes:
+    return memory[MARK_AT : MARK_AT + 1]
 
 
 class OwnLife:
