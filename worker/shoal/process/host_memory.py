@@ -2,9 +2,9 @@
 
 What is large and lives long gets huge pages, where the system gives them, and so does what the heap of a worker grows
 by. Such memory is found at a fifth of the cost, and digesting and copying it is a fifth to two fifths cheaper than in
-pages of 4 KiB, which makes checkpoints that much cheaper to take and to read. And a killed process is gone sooner: its
-port refuses connections, which proves its death, only when its memory is given back. Elsewhere it is memory like any
-other.
+pages of 4 KiB, which makes checkpoints that much cheaper to take and to read. And a killed process is gone sooner: what
+its memory takes to be given back others lack, and only then its port refuses connections, which proves its death to
+other hosts. Elsewhere it is memory like any other.
 
 After `keep_freed_memory`, which is called when a worker starts, the C library's heap keeps what a step frees: the next
 step takes as much again. By default glibc gives memory back to the kernel wherever the end of its heap is free, which
