@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from machine_driver import MADE_OF, Driver, notes, training
+from machine_driver import MADE_OF, NEW, Driver, notes, training
 from rule import Edit, rule
 from shoal_controller.core.machine.effects import Effect, Send
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.phases import admission
-from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
+from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS, SHORT_PATIENCE_SECONDS
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.acts import ConfirmLost
 from shoal_protos.checkpoint import CheckpointRef
-from shoal_protos.messages import FRESH_PROCESS, Ending, Fault, Result, Shutdown
+from shoal_protos.messages import FRESH_PROCESS, Ending, Fault, MemberState, Result, Shutdown
 from shoal_protos.plan import EVERYONE
 
 STALL_SECONDS = 100.0
@@ -66,6 +66,24 @@ def test_the_job_begins_anew_with_joiners_and_the_survivor_is_told_that_it_takes
     world = job.job.durable.current
     assert world is not None and world.workers == {"j0", "j1"}
     assert (job.view.phase, job.job.durable.anew) == (Phase.RUNNING, None)
+
+
+@pytest.mark.parametrize(("coming", "patience"), [((), SHORT_PATIENCE_SECONDS), (("w8",), PATIENCE_SECONDS)])
+def test_a_job_that_has_lost_its_world_waits_long_only_for_workers_that_are_on_the_way(
+    coming: tuple[str, ...], patience: float
+) -> None:
+    job, _ = losing_blocks()
+    del job.connections["w2"], job.statuses["w2"]
+    for worker in coming:
+        job.hello(worker, status=replace(NEW, state=MemberState.WARMING_UP))
+    job.hello("w9")
+    job.wait(patience - 0.5)
+    assert job.job.attempt is None
+    job.wait(1.0)
+    assert job.job.attempt is not None
+    job.recover()
+    world = job.job.durable.current
+    assert world is not None and world.workers == {"w9"}
 
 
 def test_who_has_trained_goes_back_in_the_same_process_where_there_is_a_checkpoint() -> None:

@@ -343,7 +343,7 @@ def test_one_is_not_asked_to_make_room_where_its_host_would_give_another_coordin
     "A change of the world",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.waiting",
-        " >= PATIENCE_SECONDS) and turn.durable.are_enough(chosen)",
+        " >= _patience(turn, ready)) and turn.durable.are_enough(chosen)",
         " >= PATIENCE_SECONDS) and turn.durable.full_cells(chosen)",
     ),
 )

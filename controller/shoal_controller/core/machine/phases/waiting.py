@@ -7,7 +7,7 @@ often while a world trains: `Job.is_calm`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
@@ -25,6 +25,8 @@ from shoal_controller.core.planning.seats import with_room
 
 PATIENCE_SECONDS = 10.0
 """How long a job waits for all wanted workers once the first is ready; then `min` are enough."""
+SHORT_PATIENCE_SECONDS = 2.0
+"""The same, where it has had a world and nobody is known to be on the way: who comes later joins without a pause."""
 REST_SECONDS = 2.0
 """Between the ticks of a job without workers, where nothing is due earlier."""
 CALM_TICKS = 0.25
@@ -32,7 +34,7 @@ CALM_TICKS = 0.25
 
 
 def settle(turn: Turn) -> None:
-    """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
+    """A world begins when `wanted` workers are ready, or `min` are and the patience with the others is over."""
     scaling.release_leaving(turn)
     _dismiss_the_left_behind(turn)
     ready = ready_to_start(turn)
@@ -50,9 +52,15 @@ def settle(turn: Turn) -> None:
     each = planned_changes.most_of_each(turn)
     chosen = with_room(turn.durable.cell, planned_changes.seated(turn, ready), (), each)
     all_here = len(ready) >= turn.durable.wanted
-    if (all_here or waited >= PATIENCE_SECONDS) and turn.durable.are_enough(chosen):
+    if (all_here or waited >= _patience(turn, ready)) and turn.durable.are_enough(chosen):
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
+
+
+def _patience(turn: Turn, ready: Collection[WorkerId]) -> float:
+    """Seconds since the first was ready."""
+    is_coming = any(record.serves and worker not in ready for worker, record in turn.durable.roster.items())
+    return PATIENCE_SECONDS if is_coming or not turn.durable.last_generation else SHORT_PATIENCE_SECONDS
 
 
 def _dismiss_the_left_behind(turn: Turn) -> None:
@@ -175,4 +183,5 @@ def _deadlines(job: Job) -> Iterator[float]:
     yield from (at + durable.spec.stall_seconds for at in job.spawned_at.values())
     yield from (max(since, job.started_at) + LINGER_SECONDS for since in durable.ending_since.values())
     if job.ready_since is not None:
+        yield job.ready_since + SHORT_PATIENCE_SECONDS
         yield job.ready_since + PATIENCE_SECONDS
