@@ -37,6 +37,17 @@ def test_a_loss_begins_with_what_led_to_it_and_not_hours_before(reason: str) -> 
     assert (found.events, found.noticed_by) == (lost, "an operator")
 
 
+def test_a_loss_is_noticed_by_the_process_that_saw_it_before_a_launcher_says_how_it_came() -> None:
+    seen = (
+        event(HOURS, "disconnected", "w1", noticed_by="worker w0"),
+        event(HOURS, "prepare"),
+        event(HOURS + 0.1, "lost", "w1", noticed_by="the launcher"),
+        event(HOURS + 0.2, "open", generation=2),
+    )
+    found = timeline([*TRAINED, *seen], 2, "kill")
+    assert (found.events, found.noticed_by) == (seen, "worker w0")
+
+
 def test_a_drain_is_an_operators_only_where_one_asked_for_that_one() -> None:
     planned = event(HOURS, "plan", message="generation 2 will replace 1 (drain): remove w2")
     begun = event(HOURS + 1.0, "begun", generation=2)

@@ -146,8 +146,7 @@ def _noticed_by(before: Sequence[JobEvent], reason: Reason) -> str:
     if not before:
         return ""
     if reason in (Reason.KILL, Reason.RESTORE):
-        lost = next((event for event in before if event.kind == EventKind.LOST), None)
-        return str(lost.data.get("noticed_by", "the controller")) if lost is not None else "the controller"
+        return str(next((event.data["noticed_by"] for event in before if "noticed_by" in event.data), "the controller"))
     if reason is Reason.JOIN:
         return next((event.worker for event in before if event.kind == EventKind.JOINED), "the controller")
     return _asker(before, reason)

@@ -197,6 +197,8 @@ class Job:
     """When a probe was last sent to a process."""
     live_processes: frozenset[WorkerId] = frozenset()
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
+    seen_to_die: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When others of their host have seen processes die of which the launcher has yet to say how they ended."""
     absent: frozenset[WorkerId] = frozenset()
     """Of whom the launcher has no process, though the store takes them for started."""
     greeting: Mapping[int, Connected] = field(default_factory=dict)
@@ -269,7 +271,7 @@ class Job:
         """Whether everybody is heard, and either a world trains and nothing is to change or one is being made, in which
         every answer is an event: then time brings nothing soon.
         """
-        if self.durable.stopping or self.spawned_at or self.planner.failures:
+        if self.durable.stopping or self.spawned_at or self.seen_to_die or self.planner.failures:
             return False
         if self.attempt is None and not self._is_settled:
             return False

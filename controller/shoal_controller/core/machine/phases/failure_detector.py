@@ -35,6 +35,9 @@ PROBE_SECONDS = 1.0
 """How often the rendezvous port of a worker without a stream is probed."""
 REACH_AGAIN_SECONDS = 10.0
 """How often a port that could not be reached is tried again."""
+SEEN_TO_DIE = "another process of its host has seen it end"
+EXIT_SECONDS = 10.0
+"""How long a launcher may take to say how a process ended that others have seen to die: its memory is freed first."""
 QUICK_PROBE_SECONDS = 0.05
 """Interval of probes in the first second: a dying process closes its stream a moment before its rendezvous port."""
 
@@ -192,6 +195,7 @@ def on_exited(turn: Turn, event: Exited) -> None:
     """The launcher saw the process end, or could not start it."""
     turn.change(live_processes=turn.job.live_processes - {event.worker})
     turn.drop("pending", event.worker)
+    turn.drop("seen_to_die", event.worker)
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None
@@ -209,7 +213,8 @@ def on_exited(turn: Turn, event: Exited) -> None:
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     fault = failures.fault_of(event.log_tail) if not record.incarnation else None
-    why = f"{record.why or event.why}{where}{tail}"
+    refused = record.why if record.standing is Standing.HERE else ""  # else it says why it was taken for dead
+    why = f"{refused or event.why}{where}{tail}"
     failures.on_failure(turn, event.worker, why, fault, _step(turn, event.worker))
     return turn.mark(event.worker, ending_since=None)
 
@@ -245,7 +250,8 @@ def confirm_death(
 
 def on_seen_to_die(turn: Turn, witness: WorkerId, incarnations: Sequence[str]) -> None:
     """A worker has seen processes of its host die, by what the kernel told it: it is certain at once, though the kernel
-    frees a process's memory before it closes its connections.
+    frees a process's memory before it closes its connections. How one ended that a launcher sees alone, which may be
+    by its script's own doing, is the launcher's to say: it is no member any more, and counts as dead from then on.
 
     ● Messages that the dead process had sent may still arrive: its stream is left, so that they do not count as life.
     """
@@ -253,12 +259,35 @@ def on_seen_to_die(turn: Turn, witness: WorkerId, incarnations: Sequence[str]) -
         worker = worker_of(turn, incarnation)
         if worker is None or worker == witness or not _is_beside(turn.record(worker), turn.record(witness)):
             continue
-        process = turn.process(worker)
-        if process is not None and process.connection is not None:
-            turn.do(Close(process.connection))
-            turn.drop("connections", process.connection)
-            turn.see(worker, connection=None, cut_at=turn.now)
-        confirm_death(turn, worker, "another process of its host has seen it end", noticed_by=f"worker {witness}")
+        if worker in turn.job.seen_to_die:
+            continue
+        _leave_stream(turn, worker)
+        record, noticed_by = turn.record(worker), f"worker {witness}"
+        if record.ending is None and record.launched and turn.spec.started_together == 1:
+            turn.put("seen_to_die", worker, turn.now)
+            turn.mark(worker, standing=Standing.LOST, why=SEEN_TO_DIE)
+            sentence = f"worker {worker} on {record.host}: {SEEN_TO_DIE}"
+            turn.note(EventKind.DISCONNECTED, sentence, worker, noticed_by=noticed_by)
+        else:
+            confirm_death(turn, worker, SEEN_TO_DIE, noticed_by=noticed_by)
+
+
+def _leave_stream(turn: Turn, worker: WorkerId) -> None:
+    process = turn.process(worker)
+    if process is not None and process.connection is not None:
+        turn.do(Close(process.connection))
+        turn.drop("connections", process.connection)
+        turn.see(worker, connection=None, cut_at=turn.now)
+
+
+def _believe_without_launcher(turn: Turn) -> None:
+    """The launcher does not say how processes ended that others have seen to die."""
+    late = [worker for worker, at in turn.job.seen_to_die.items() if turn.now - at > EXIT_SECONDS]
+    for worker in late:
+        turn.drop("seen_to_die", worker)
+        record = turn.durable.roster.get(worker)
+        if record is not None and record.standing is Standing.LOST:
+            confirm_death(turn, worker, SEEN_TO_DIE, noticed_by="a worker of its host")
 
 
 def _is_beside(record: WorkerRecord, witness: WorkerRecord) -> bool:
@@ -278,6 +307,7 @@ def watch(turn: Turn) -> None:
         if lacks_proof and _death_matters(turn, record):
             _probe(turn, worker)
     judge_refusals(turn)
+    _believe_without_launcher(turn)
     silence.count_tick(turn)
     if not silence.may_be_reconnecting(turn):
         silence.announce(turn)

@@ -55,7 +55,7 @@ def settle(turn: Turn) -> None:
     if places.have_come(lasting, wanted):
         for record in reversed(left_over):
             drain(turn, record.worker, Leaving.DRAIN, SCALE_DOWN_GRACE, PLACE_ENDED)
-    if turn.now >= turn.durable.spawn_after:
+    if turn.now >= turn.durable.spawn_after and not turn.job.seen_to_die:  # how one ended says when to start another
         for _ in range((wanted - len(lasting)) // turn.spec.started_together):
             _spawn(turn)
     _give_up_the_unheard(turn)
@@ -108,11 +108,13 @@ def _kill_the_lingering(turn: Turn) -> None:
 def _end_the_evicted(turn: Turn) -> None:
     """A silent worker of a cluster is ended once a world without it has committed a step, never before: until then
     its blocks may be the only ones. On a machine of ours it may thaw and join again; a pod holds what another needs.
+    Not where its launcher is about to say how it ended.
     """
     if turn.spec.traits.readmits or turn.world is None or turn.durable.committed_in < turn.world.generation:
         return
     for record in tuple(turn.durable.roster.values()):
         evicted = record.standing is Standing.LOST and record.launched and record.ending is None
+        evicted = evicted and record.worker not in turn.job.seen_to_die
         worlds = (turn.durable.current, *turn.durable.planned)
         if evicted and not record.quarantined and not any(is_member(plan, record.worker) for plan in worlds):
             turn.mark(record.worker, ending=Ending.REPLACED)
