@@ -131,9 +131,9 @@ class Dialogue:
         self.refusal = ""
         """The sentence of a final refusal, or of the last one that said to try again."""
         self.broken: tuple[str, ...] = ()
+        """Peers to whom the current group's connection broke."""
         self.dead: tuple[str, ...] = ()
         """Incarnations of members on this host that have died, until a plan comes without them."""
-        """Peers to whom the current group's connection broke."""
         self.activities: Mapping[int, Activity] = {}
         """Activities by generation, as the driver last saw them: what this process does in its groups."""
         self.gpu: Gpu | None = None
@@ -224,7 +224,7 @@ class Dialogue:
 
     def _current_status(self) -> Status:
         if self._held_back is not None:
-            return replace(self._held_back, drain=self._drain)
+            return replace(self._held_back, dead=self.dead, drain=self._drain)
         membership = self.membership
         return replace(
             self._status,
@@ -277,6 +277,8 @@ class Dialogue:
         self._held_back = self._current_status()
         self.membership.begin(plan)
         self._forget_peers(plan)
+        if plan.recovery is not None and self._result is not None and plan.recovery.step < self._result.step:
+            self._result = None  # the job goes back, and makes those steps again
         if self._result is not None:  # a controller of a restored store did not take it from a member of no world
             self._due[Result] = None
 
