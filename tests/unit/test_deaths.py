@@ -18,6 +18,8 @@ from tiers import check
 pytestmark = check("starts processes")
 
 PATIENCE_SECONDS = 100.0
+KEEPS_A_THREAD = "import threading, time; threading.Thread(target=lambda: time.sleep(1000), daemon=True).start()"
+"""Python takes down the modules that such a thread still uses, before the process has ended."""
 LIVES = "import os, sys; from shoal.process import deaths; print(deaths.own_life().to_bytes().hex(), flush=True);"
 WAITS = "sys.stdin.read(1)"
 WATCHES = """
@@ -94,7 +96,7 @@ def await_watcher(life: MemoryAddress) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('an error of the script')"])
+@pytest.mark.parametrize("end", ["", KEEPS_A_THREAD, "sys.exit(3)", "raise ValueError('an error of the script')"])
 def test_a_killed_process_is_seen_to_die_and_one_that_ends_by_itself_is_not(
     starts: Callable[..., Started], end: str
 ) -> None:
@@ -119,9 +121,12 @@ def test_all_that_watch_a_process_hear_of_its_death(starts: Callable[..., Starte
     assert [one.line() for one in watchers] == ["died"] * 3
 
 
-def test_forked_children_neither_hide_a_death_nor_end_for_their_parent(starts: Callable[..., Started]) -> None:
-    """One child has ended as Python ends, and one lives on."""
-    forks = "os.fork() or sys.exit(0)\nprint(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)\n"
+@pytest.mark.parametrize("fork", ["os.fork", "__import__('ctypes').PyDLL(None).fork"])
+def test_forked_children_neither_hide_a_death_nor_end_for_their_parent(
+    starts: Callable[..., Started], fork: str
+) -> None:
+    """One child has ended as Python ends, and one lives on. Of a fork by another library Python knows nothing."""
+    forks = f"{fork}() or sys.exit(0)\nprint(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)\n"
     killed, died = starts(f"{LIVES}{WAITS}\n{forks}os.fork()\n{WAITS}"), threading.Event()
     watch(killed.life, died.set)
     killed.go_on()

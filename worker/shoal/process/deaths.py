@@ -108,19 +108,22 @@ class OwnLife:
         _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))
         _check(_libc.pthread_mutex_init(mutex, attributes))
         is_held = threading.Event()
-        threading.Thread(target=self._hold, args=(mutex, is_held), name="shoal-life", daemon=True).start()
+        threading.Thread(target=_hold, args=(self.memory, is_held), name="shoal-life", daemon=True).start()
         is_held.wait()
-
-    @staticmethod
-    def _hold(mutex: ctypes.c_void_p, is_held: threading.Event) -> None:
-        _block_signals()
-        _libc.pthread_mutex_lock(mutex)
-        is_held.set()
-        while True:
-            _libc.pause()
 
     def mark_end(self) -> None:
         self.memory[MARK_AT : MARK_AT + 1] = ENDS_BY_ITSELF
+
+
+def _hold(memory: mmap.mmap, is_held: threading.Event) -> None:
+    """For ever. Python's end, which takes down modules before the kernel looks at this thread's mutexes, leaves alone
+    what a thread uses: so it keeps the memory mapped.
+    """
+    _block_signals()
+    _libc.pthread_mutex_lock(_address(memory))
+    is_held.set()
+    while True:
+        _libc.pause()
 
 
 def _check(code: int) -> None:
@@ -140,7 +143,7 @@ def _block_signals() -> None:
 
 
 def _mark_end() -> None:
-    if _own is not None:
+    if _own is not None and _own.address.process == os.getpid():  # else a child of which Python knows nothing
         _own.mark_end()
 
 
