@@ -113,6 +113,8 @@ class _LaneReader:
         """The lane's samples until now, and until this pass; the stream's in this pass; passes that have ended."""
         self._least = 0
         """So many samples the stream had in this pass when it was read before."""
+        self._stretch = 0
+        """Of `STATE_EVERY` micro-batches, that up to which states were taken: one of each, whichever are read here."""
         self._batches: dict[int, tuple[bytes, Bookmark | None]] = {}
         """The last ones, pickled: who is given samples may change them."""
         self.bookmark: Bookmark | None = None
@@ -127,6 +129,7 @@ class _LaneReader:
         is_ahead = self._taken > number * self._size
         if self._stream is None or is_ahead or self._is_shorter_from(bookmark):
             self._open(bookmark)
+            self._stretch = number // STATE_EVERY
         while self._taken < number * self._size:
             self._read_batch()
         samples = self._read_batch()
@@ -209,7 +212,8 @@ class _LaneReader:
         assert self._stream is not None
         state = ""
         if self._stream.has_state:
-            if (number + 1) % STATE_EVERY:
+            before, self._stretch = self._stretch, (number + 1) // STATE_EVERY
+            if self._stretch == before:
                 return None
             state = self._stream.state()
         return Bookmark(self._lane, number + 1, self._passes, self._begun, self._offset, state)
