@@ -137,6 +137,16 @@ def test_noise_goes_by_the_seed_of_the_micro_batch(options: dict[str, Any]) -> N
     assert torch.equal(output(1), output(1)) and not torch.equal(output(1), output(2))
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_router_computes_in_float32_under_autocast_too(k: int) -> None:
+    made, hidden = layer(k=k, top2_2nd_expert_sampling=False, drop_tokens=False), torch.randn(64, WIDTH)
+    _, loss, counts = made(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, under, as_many = made(hidden)
+    assert output.dtype == torch.bfloat16, "its experts do not"
+    assert torch.equal(under, loss) and torch.equal(as_many, counts)
+
+
 class Returning(nn.Linear):
     """A layer that returns something made of its output."""
 

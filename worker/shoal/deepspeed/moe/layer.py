@@ -114,7 +114,8 @@ class TopKGate(nn.Module):
         policy = routing.noisy_gate_policy if self.training else None
         if policy == "Jitter":
             rows = rows * torch.empty_like(rows).uniform_(1 - JITTER, 1 + JITTER)
-        logits = nn.functional.linear(rows, self.wg.weight.float())
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = nn.functional.linear(rows, self.wg.weight.float())
         score = logits + _gumbel(logits) if policy == "RSample" and routing.k == 1 else logits
         if routing.k == 2 and routing.top2_2nd_expert_sampling:
             best = score.argmax(1, keepdim=True)
