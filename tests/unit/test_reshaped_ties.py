@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from expert_parallel import EXPERT
 from integration.scripts import VOCABULARY
-from pipeline_parallel import HUBS, PIPELINE, SQUARE, Fixed, Stage, adam, in_stages, loss_of
-from reshaped_jobs import found_in, reshaped
+from pipeline_parallel import HUBS, OF_EXPERTS, PIPELINE, SQUARE, Fixed, Stage, adam, in_stages, loss_of
+from reshaped_jobs import found_in, reshaped, there_and_back
 from rule import Edit, rule
 from shoal.cells.hub import CellHub
 from shoal.cells.marks import tied
@@ -114,6 +115,43 @@ def test_a_job_goes_on_with_its_copies_at_one_place_or_at_several(
     assert reshaped(step_of(tmp_path / "new", STEP), tmp_path / "back", before) == fingerprint
     assert found_in(tmp_path / "back").manifest.layout == at(str(old), print).manifest.layout
     assert run(before, path=str(tmp_path / "back"))[0] == whole
+
+
+def tied_experts(hub: CellHub, between: Callable[[], None], _: bool = False) -> Stages:
+    """Stages whose experts are copies of each other's, place by place."""
+
+    def build(number: int) -> nn.Module:
+        stage = Stage(number, 2, 0.0, hub, between)
+        stage.counted = nn.Identity()  # type: ignore[assignment]
+        assert stage.moe is not None
+        for one, expert in enumerate(stage.moe.deepspeed_moe.experts.deepspeed_experts):
+            weight = tied(expert.weight, f"expert {one}")  # type: ignore[arg-type]
+            if not weight.is_meta:
+                nn.init.normal_(weight, 0, 0.3, generator=torch.Generator().manual_seed(one))
+        return stage
+
+    found = built_stages(build, 2, hub.shape.index(hub.coordinate)["pipeline"], hub.shape.pipeline)
+    HUBS[found] = hub
+    return found
+
+
+@rule(
+    "Experts that stages tie become one at one place, and copies again, and are not dealt to other places",
+    "Cells",
+    broken_by=[
+        Edit("shoal.checkpoint.other_shape", "return place, self._first.get(old, old)", "return place, old"),
+        Edit("shoal.checkpoint.other_shape", 'if one.tie is not None), ""):', 'if one.tie is every), ""):'),
+    ],
+)
+def test_experts_that_are_tied_are_reshaped_with_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = replace(in_stages(CellTask({"max_steps": 2}, shape=OF_EXPERTS)), model=tied_experts)
+    there_and_back(task, EXPERT, tmp_path)
+    for shape in ("--expert 1 --pipeline 2", "--expert 4"):
+        assert main(["reshape", str(tmp_path / "old"), str(tmp_path / "dealt"), *shape.split()]) == 2
+        words = r'experts 0\.moe\..*\.0 to 0\.moe\..*\.1 are tied \(shoal\.tied, "expert 0"\)'
+        assert re.search(f"cannot reshape .*: {words}", capsys.readouterr().err)
 
 
 def test_copies_that_differ_do_not_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

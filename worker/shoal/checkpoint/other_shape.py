@@ -198,6 +198,11 @@ def _experts(start: str, every: Sequence[Trainable], before: int, after: int, wh
             f"cannot reshape {where}: its experts {start}0 to {start}{total - 1} are {total}, which do not divide "
             f"among {after} places."
         )
+    if tie := next((one.tie.name for one in every if one.tie is not None), ""):
+        raise UserError(
+            f'cannot reshape {where}: experts {start}0 to {start}{count - 1} are tied (shoal.tied, "{tie}") '
+            f"with those of other stages, place by place, and would be at others; give --expert {before}, as it is."
+        )
     if len({one.unit for one in every}) > 1:
         raise UserError(
             f"cannot reshape {where}: experts {start}0 to {start}{count - 1} are units of their own, which other "
@@ -263,7 +268,17 @@ class OldNames:
             place = expert if now.division.by_expert and before == after else 0
             return place, self._first.get(name, name)
         whole = now.dealt.whole_name(name, expert) if now.division.by_expert else name
-        return now.dealt.found(whole, now.dealt.of_place * (after if now.division.by_expert else 1) // before)
+        place, old = now.dealt.found(whole, now.dealt.of_place * (after if now.division.by_expert else 1) // before)
+        return place, self._first.get(old, old)
+
+    def sources(self, name: str, expert: int) -> list[tuple[int, str]]:
+        """The parameters before of which that is made which a place of the experts has under a name, as of `of`."""
+        now, (place, old) = self._parameters[name], self.of(name, expert)
+        if now.copies:
+            return [(place, one) for one in self.copies_of(name)]
+        if now.dealt is None or now.dealt.is_named or self._before.experts == self._after.experts:
+            return [(place, old)]
+        return [(one, old) for one in range(self._before.experts)]
 
     def copies_of(self, name: str) -> list[str]:
         """What was several parameters, which stages at one place have as one now; its first one's name comes first."""
