@@ -194,14 +194,14 @@ def test_heads_that_take_turns_train_as_by_torch_itself(form: str, optimizer: st
     broken_by=[
         Edit(
             "shoal.exchange.vote",
-            "[ballots[rank].unused for rank in traffic.plan.trainers]",
-            "[ballot.unused for ballot in ballots if ballot.unused]",
+            "{rank: ballots[rank].unused for rank in traffic.plan.trainers}",
+            "{rank: ballot.unused for rank, ballot in enumerate(ballots) if ballot.unused}",
             by="test_what_is_unused_takes_a_hexadecimal_digit_for_four_parameters_at_most",
         ),
         Edit(
             "shoal.exchange.vote",
-            "[ballots[rank].unused for rank in traffic.plan.trainers]",
-            "[ballot.unused for ballot in ballots]",
+            "{rank: ballots[rank].unused for rank in traffic.plan.trainers}",
+            "{rank: ballot.unused for rank, ballot in enumerate(ballots)}",
         ),
         Edit("shoal.blocks.loaded_state", "Missed(max(less, default=0))", "Missed()"),
         Edit("shoal.state.training_state", 'Misses.from_runs(self.layout, given["missed"])', "self.misses"),

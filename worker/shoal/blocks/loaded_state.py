@@ -14,7 +14,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
-from shoal.core.misses import Missed, Misses
+from shoal.core.misses import USED_ALWAYS, Missed, Misses
 from shoal.optim.several import member_of, members_of, own_state_of
 from shoal.optim.state_form import carried, is_packed
 from shoal.optim.twin import StepEffects, probing_twin_of, without_hooks_on_all
@@ -87,12 +87,14 @@ class LoadedState:
         self._given, self._known = given, {}
 
     def misses(self) -> Misses:
-        """What parameters have missed by then: what others of their bucket have counted, and they have not."""
+        """What parameters have missed by then: what others of their bucket have counted, and they have not. Of those of
+        other stages and places other members know it.
+        """
         layout = self._layout.trained
-        here = [one for bucket in layout.buckets for one in self._missed(bucket)]
-        elsewhere = Missed(is_new=all(one.is_new for one in here))  # of other stages of a pipeline
-        after = layout.parameters - layout.first_parameter - len(here)
-        return Misses((*[elsewhere] * layout.first_parameter, *here, *[elsewhere] * after))
+        found = [USED_ALWAYS] * layout.parameters
+        for bucket, numbers in zip(layout.buckets, layout.numbers_here, strict=True):
+            found[numbers.start : numbers.stop] = self._missed(bucket)
+        return Misses(tuple(found))
 
     def _missed(self, bucket: Bucket) -> Iterator[Missed]:
         numbers = [self._shared(bucket, slot) for slot in bucket.slots]

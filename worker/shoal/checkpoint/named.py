@@ -7,9 +7,9 @@ those of all. Names that are tied to another are not among them; the manifest sa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product, repeat
+from itertools import chain, product
 
 import torch
 from shoal_protos.errors import UserError
@@ -20,8 +20,8 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, ListsOfExperts, slots_of_all_stages
-from shoal.core.misses import Misses
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, Slot, numbered, slots_of_all_stages
+from shoal.core.misses import Missed, Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
 from shoal.process.host_memory import ReusedMemory, tensor_bytes
@@ -165,22 +165,49 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     Master weights and averages are not among them: they are parameters. Nor is 8-bit state, of which elements of
     several parameters share a scale.
     """
-    classes = reader.manifest.classes
-    missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
-    for stage, bucket in reader.manifest.blocks.of_stages():
+    classes, layout = reader.manifest.classes, reader.manifest.blocks
+    missed = _missed(reader.manifest)
+    for stage, bucket in layout.of_stages():
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
         parts = [_state_of(one, bucket) for one in _with_parts(reader, stage, bucket)]
-        for slot, its in zip(bucket.slots, missed, strict=False):  # of this bucket
-            first, stop = slot.start, slot.start + slot.parameter.elements
-            experts = reader.blocks.part.experts
-            shared = parts[0] if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}
-            found: list[dict[str, Tensor]] = [{} for _ in slot.parameter.whole_names(experts)]
-            for key, flat in shared.items():
-                own = [one[key][first:stop].view(slot.parameter.shape) for one in parts] if flat.dim() else []
-                joined = slot.parameter.joined(own, experts) if own else repeat(flat - its.updates, len(found))
-                for state, value in zip(found, joined, strict=True):
-                    state[key] = value
-            yield from zip(slot.parameter.whole_names(experts), found, strict=True)
+        for slot in bucket.slots:
+            found = _joined(slot, parts, missed[slot.parameter.name], layout.part.experts)
+            for name, state, its in zip(*found, strict=True):
+                yield name, state if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}
+
+
+def _missed(manifest: Manifest) -> dict[str, list[Missed]]:
+    """By name, what the parameter has missed on each place of the experts that has one of its own."""
+    found = defaultdict[str, list[Missed]](list)
+    missed = Misses.from_runs(manifest.blocks, manifest.missed).of
+    for (_, _, slot), its in zip(numbered(manifest.blocks), missed, strict=True):
+        found[slot.parameter.name].append(its)
+    return found
+
+
+def _joined(
+    slot: Slot,
+    parts: Sequence[Mapping[str, Tensor]],  # each (elements of the bucket,), or one number
+    missed: Sequence[Missed],
+    experts: int,
+) -> tuple[list[str], list[dict[str, Tensor]], Sequence[Missed]]:
+    """Names of the model's tensors that are a parameter, the state of each, and what it has missed. `parts`: by piece,
+    the state of the bucket. `missed`: by place of the experts.
+    """
+    names, (first, stop) = slot.parameter.whole_names(experts), (slot.start, slot.start + slot.parameter.elements)
+    found: list[dict[str, Tensor]] = [{} for _ in names]
+    are_apart, least = len(names) > 1, min(missed, key=lambda one: (one.is_new, one.updates))
+    for key, like in parts[0].items():
+        if like.dim():
+            own = [one[key][first:stop].view(slot.parameter.shape) for one in parts]
+            values: Iterable[Tensor] = slot.parameter.joined(own, experts)
+        else:
+            of_places = parts[:: len(parts) // len(missed)]
+            counts = [one[key] - its.updates for one, its in zip(of_places, missed, strict=True)]
+            values = counts if are_apart else [max(counts)]
+        for state, value in zip(found, values, strict=True):
+            state[key] = value
+    return names, found, missed if are_apart else [least]
 
 
 def _state_of(reader: Reader, bucket: Bucket) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.cell_part import CellPart, Division
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, ListsOfExperts, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, numbered, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Missed, Misses, MissRun
 from shoal.process.host_memory import give_back_freed_memory, tensor_bytes
@@ -232,19 +232,21 @@ class _Source:
 
 def _missed(old: Manifest, layout: Layout, where: str) -> tuple[MissRun, ...]:
     """In the order of the new layout. Raises `UserError` where parameters that become one have missed others."""
-    by_name = dict(zip(
-        (slot.parameter.name for slot in slots_of_all_stages(old.blocks)),
-        Misses.from_runs(old.blocks, old.missed).of, strict=True,
-    ))  # fmt: skip
+    missed = Misses.from_runs(old.blocks, old.missed).of
+    every = zip(numbered(old.blocks), missed, strict=True)
+    before = {(place, slot.parameter.name): its for (_, place, slot), its in every}
     names, found = OldNames(old.blocks, layout), list[Missed]()
-    for slot in slots_of_all_stages(layout):
-        olds = names.all_of(slot.parameter.name)
-        if other := next((one for one in olds if by_name[one] != by_name[olds[0]]), None):
-            raise UserError(
-                f'cannot reshape {where}: parameters "{olds[0]}" and "{other}" have missed different numbers of '
-                "updates, and the new shape has both under one name; go on in the shape that it has."
+    for _, place, slot in numbered(layout):
+        first, *others = names.sources(slot.parameter.name, place)
+        if other := next((one for one in others if before[one] != before[first]), None):
+            both = " and ".join(
+                f'"{name}" of place {place}' if other[0] else f'"{name}"' for place, name in (first, other)
             )
-        found.append(by_name[olds[0]])
+            raise UserError(
+                f"cannot reshape {where}: parameters {both} have missed different numbers of updates, and the new "
+                "shape has both as one; go on in the shape that it has."
+            )
+        found.append(before[first])
     return Misses(tuple(found)).runs()
 
 

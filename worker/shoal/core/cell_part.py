@@ -23,6 +23,11 @@ class Division(NamedTuple):
     by_tensor: bool = False
     """Those of the tensor dimension, likewise."""
 
+    @property
+    def of_experts(self) -> Division:
+        """Among the experts' alone."""
+        return self._replace(by_tensor=False)
+
 
 COMMON = Division()
 DIVISIONS = tuple(Division(*which) for which in ((True, True), (True, False), (False, True), (False, False)))

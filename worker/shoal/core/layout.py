@@ -276,13 +276,20 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """How many parameters the job's layout has, those of all stages, numbered in their order."""
-        return sum(len(bucket.slots) for buckets in self.by_stage for bucket in buckets)
+        """How many parameters the job has."""
+        return sum(1 for _ in numbered(self))
 
     @cached_property
-    def first_parameter(self) -> int:
-        """The number of the first one here."""
-        return sum(len(bucket.slots) for buckets in self.stages[: self.part.place] for bucket in buckets)
+    def numbers_here(self) -> tuple[range, ...]:
+        """By bucket of this coordinate, the numbers of its parameters."""
+        found, first = list[range](), 0
+        for stage, bucket in self.of_stages():
+            count, division = len(bucket.slots), bucket.division.of_experts
+            if stage == self.part.place:
+                start = first + count * self.part.piece(division)
+                found.append(range(start, start + count))
+            first += count * self.part.pieces(division)
+        return tuple(found)
 
     @cached_property
     def blocks(self) -> int:
@@ -416,6 +423,15 @@ def _share(blocks: int, index: int, of: int) -> Span:
 def slots_of_all_stages(layout: Layout) -> Iterator[Slot]:
     """In the order of stages and buckets."""
     return (slot for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
+
+
+def numbered(layout: Layout) -> Iterator[tuple[Bucket, int, Slot]]:
+    """The job's parameters in the order of their numbers: by stage and bucket, those of experts by place. With a place
+    of the experts that has each.
+    """
+    for _, bucket in layout.of_stages():
+        for place in range(layout.part.pieces(bucket.division.of_experts)):
+            yield from ((bucket, place, slot) for slot in bucket.slots)
 
 
 class ListsOfExperts:

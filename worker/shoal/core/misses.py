@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 
 from shoal_protos.runs import Span
 
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import Bucket, Layout, numbered
 
 MissRun = tuple[int, int, bool]
 """So many parameters that follow each other, the updates that each has missed, and whether none has used it."""
@@ -50,7 +50,7 @@ USED_ALWAYS = Missed()
 
 @dataclass(frozen=True)
 class Misses:
-    """Of all trained parameters, in the order of the layout's slots, and of a pipeline's stages."""
+    """Of all trained parameters of the job, by number (`numbered`)."""
 
     of: tuple[Missed, ...]
 
@@ -65,7 +65,7 @@ class Misses:
         """
         if not unused and (self._are_none or not any(one.is_new for one in self.of)):
             return self
-        groups = [bucket.group for buckets in layout.by_stage for bucket in buckets for _ in bucket.slots]
+        groups = [bucket.group for bucket, *_ in numbered(layout)]
         return Misses(
             tuple(
                 one.after(not unused >> number & 1) if turns[group] else one
@@ -77,13 +77,11 @@ class Misses:
         """By bucket the pieces that the next update takes; none of a bucket that it takes as it lies."""
         if not unused and (self._are_none or not any(one.updates for one in self.of)):
             return {}
-        found, first = {}, layout.first_parameter
-        for bucket in layout.buckets:
-            stop = first + len(bucket.slots)
-            used = [None if unused >> number & 1 else self._counted(number) for number in range(first, stop)]
+        found = {}
+        for bucket, numbers in zip(layout.buckets, layout.numbers_here, strict=True):
+            used = [None if unused >> number & 1 else self._counted(number) for number in numbers]
             if any(one != USED_ALWAYS for one in used):
                 found[bucket.index] = tuple(_pieces(bucket, used))
-            first = stop
         return found
 
     def _counted(self, number: int) -> Missed:
@@ -115,6 +113,11 @@ class Misses:
 def every_one(layout: Layout) -> int:
     """All parameters, as bits by their number."""
     return (1 << layout.parameters) - 1
+
+
+def all_here(layout: Layout) -> int:
+    """Those of this coordinate."""
+    return sum(((1 << len(numbers)) - 1) << numbers.start for numbers in layout.numbers_here)
 
 
 def _pieces(bucket: Bucket, used: Sequence[Missed | None]) -> Iterator[UpdatePiece]:

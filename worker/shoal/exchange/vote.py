@@ -35,6 +35,7 @@ from shoal_protos.runs import Span
 from shoal_protos.text import plural
 from torch import Tensor
 
+from shoal.core.misses import all_here, every_one
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
@@ -276,9 +277,14 @@ def _mean_over_portions(traffic: Traffic, of: list[Sequence[float]]) -> float:
 
 
 def _unused(ballots: list[Ballot], traffic: Traffic) -> str:
-    """What all members with lanes name."""
-    named = [ballots[rank].unused for rank in traffic.plan.trainers]
-    return unused_text(reduce(and_, (int(one, 16) for one in named))) if named and all(named) else ""
+    """What all members with lanes name of what they have."""
+    named = {rank: ballots[rank].unused for rank in traffic.plan.trainers}
+    if not any(named.values()):
+        return ""
+    layout, at = traffic.layout, {rank: traffic.plan.members[rank].coordinate for rank in named}
+    others = {coordinate: ~all_here(layout.at(coordinate)) for coordinate in {*at.values()}}
+    each = (int(of or "0", 16) | others[at[rank]] for rank, of in named.items())
+    return unused_text(reduce(and_, each, every_one(layout)))
 
 
 def unused_text(parameters: int) -> str:

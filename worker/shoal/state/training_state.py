@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -315,7 +316,7 @@ class TrainingState:
     def _numbers(self) -> dict[Slot, int]:
         """Of trained parameters, in their order."""
         slots = (slot for bucket in self.layout.buckets for slot in bucket.slots)
-        return {slot: number for number, slot in enumerate(slots, self.layout.first_parameter)}
+        return dict(zip(slots, chain.from_iterable(self.layout.numbers_here), strict=True))
 
     def is_new(self, slot: Slot) -> bool:
         """Whether no update of a parameter was made yet, after one of others in its bucket."""

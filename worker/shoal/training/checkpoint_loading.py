@@ -31,7 +31,7 @@ from shoal.group.group import WorldChanged
 from shoal.optim.schedules import class_of
 from shoal.state.given_values import OtherValues
 from shoal.training.context import TrainingContext
-from shoal.training.initial_state import agree_on_the_start, check_made
+from shoal.training.initial_state import agree_on_misses, agree_on_the_start, check_made
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 15.0
 """Between two looks at a place where no checkpoint can be read: later and later."""
@@ -190,6 +190,7 @@ class CheckpointLoading:
         log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
         agree_on_the_start(world, state)
         state.begin_anew(world.kept)
+        agree_on_misses(world, state)
         check_made(world, state)
         return found.manifest.data_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from shoal_protos.errors import UserError
@@ -12,6 +13,7 @@ from torch import Tensor
 from shoal.checkpoint.writer import TakenStates
 from shoal.core.cell_part import COMMON, DIVISIONS, Division
 from shoal.core.layout import Layout
+from shoal.core.misses import Missed, Misses
 from shoal.core.units import named_buffers
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED
@@ -95,6 +97,21 @@ def check_made(world: World, state: TrainingState) -> None:
                 "same on all workers. A reset_parameters() or init may draw random numbers from torch's, numpy's and "
                 "Python's own generators, and from nothing else."
             )
+
+
+def agree_on_misses(world: World, state: TrainingState) -> None:
+    """After the state has begun: what parameters have missed by then is the job's, and where a cell divides them a
+    member knows it of its own.
+    """
+    if not world.plan.homes:
+        return
+    mine = [2 * one.updates + one.is_new for one in state.misses.of]
+    rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
+    found = [*state.misses.of]
+    for member, row in zip(world.plan.members, rows, strict=True):
+        for number in chain.from_iterable(state.layout.at(member.coordinate).numbers_here):
+            found[number] = Missed(row[number] // 2, bool(row[number] % 2))
+    state.misses = Misses(tuple(found))
 
 
 def check_registered_alike(world: World, state: TrainingState) -> None:

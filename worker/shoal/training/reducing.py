@@ -25,7 +25,6 @@ from shoal.blocks.flat import refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout
-from shoal.core.misses import every_one
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.pieces import Extent, FillTimes, PieceOrder
 from shoal.exchange.round_reduction import RoundReduction
@@ -297,9 +296,7 @@ class BucketHooks:
         """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
         self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
-        self._first, here = layout.first_parameter, (1 << sum(self._slots)) - 1
-        self._others = every_one(layout) & ~(here << self._first)
-        """Parameters of other stages of a pipeline, as bits."""
+        self._numbers = layout.numbers_here
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._on_filled: Callable[[int], None] | None = None
         self._repeats = layout.part.stages > 1
@@ -333,12 +330,8 @@ class BucketHooks:
     def _note_used(self) -> None:
         """The backward has come to its end: what it has made no gradient of, it has not used."""
         if self._sums.unused:
-            left, first = self._others, self._first
-            for slots, missing in zip(self._slots, self._missing, strict=True):
-                if missing:
-                    left |= sum(1 << slot for slot in missing) << first
-                first += slots
-            self._sums.unused &= left
+            each = zip(self._numbers, self._missing, strict=True)
+            self._sums.unused &= sum(1 << numbers[slot] for numbers, missing in each for slot in missing)
 
     def armed_to_take(self) -> AbstractContextManager[None]:
         """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""

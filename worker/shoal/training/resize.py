@@ -31,7 +31,13 @@ from shoal.state.training_state import frozen_parameters
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
-from shoal.training.initial_state import agree_on_the_start, check_made, check_registered_alike, share_frozen
+from shoal.training.initial_state import (
+    agree_on_misses,
+    agree_on_the_start,
+    check_made,
+    check_registered_alike,
+    share_frozen,
+)
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
 from shoal.training.step import Step
@@ -170,6 +176,7 @@ class Resize:
             self._boundary.go_back_to(0, saved=-1)
             agree_on_the_start(world, state)
             state.begin_anew(world.kept)
+            agree_on_misses(world, state)
             check_made(world, state)
             if self._context.config.checkpoint.path is not None:
                 check_registered_alike(world, state)
