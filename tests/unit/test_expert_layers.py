@@ -231,6 +231,10 @@ def expert() -> nn.Module:
             "5 arguments by position, and k by name, too; expected",
         ),
         (lambda: MoE(WIDTH, expert(), 4, 1, *range(12)), "16 arguments by position; expected hidden_size, expert, num"),
+        (
+            lambda: MoE(WIDTH, expert(), 4, 1.0),
+            r"ep_size 1\.0, and the cell has 1 places for experts; call shoal\.cell",
+        ),  # type: ignore[arg-type]
         (lambda: MoE(WIDTH, expert(), 4, 2), r"ep_size 2, and the cell has 1 places for experts; call shoal\.cell"),
     ],
 )

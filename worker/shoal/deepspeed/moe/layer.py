@@ -400,11 +400,11 @@ def _by_name(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
 
 def _group(ep_size: int) -> Any:
     """That of the cell's experts; None where each process has all. Raises `UserError`."""
-    if ep_size == 1:
+    if ep_size == 1 and _is_whole(ep_size):
         return None
     cell = opened_cell()
     places = cell.size("expert") if cell is not None else 1
-    if cell is None or ep_size != places:
+    if cell is None or ep_size != places or not _is_whole(ep_size):
         raise UserError(
             f"MoE is given ep_size {ep_size!r:.60}, and the cell has {places} places for experts; call "
             'shoal.cell(expert=…) before, and give MoE ep_size=cell.size("expert").'
