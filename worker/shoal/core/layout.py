@@ -277,7 +277,12 @@ class Layout:
     @cached_property
     def parameters(self) -> int:
         """How many parameters the job has."""
-        return sum(1 for _ in numbered(self))
+        return len(self.groups)
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """By number, the optimizer's group of each of them."""
+        return tuple(bucket.group for bucket, *_ in numbered(self))
 
     @cached_property
     def numbers_here(self) -> tuple[range, ...]:

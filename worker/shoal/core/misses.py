@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 
 from shoal_protos.runs import Span
 
-from shoal.core.layout import Bucket, Layout, numbered
+from shoal.core.layout import Bucket, Layout
 
 MissRun = tuple[int, int, bool]
 """So many parameters that follow each other, the updates that each has missed, and whether none has used it."""
@@ -65,11 +65,10 @@ class Misses:
         """
         if not unused and (self._are_none or not any(one.is_new for one in self.of)):
             return self
-        groups = [bucket.group for bucket, *_ in numbered(layout)]
         return Misses(
             tuple(
                 one.after(not unused >> number & 1) if turns[group] else one
-                for number, (one, group) in enumerate(zip(self.of, groups, strict=True))
+                for number, (one, group) in enumerate(zip(self.of, layout.groups, strict=True))
             )
         )
 

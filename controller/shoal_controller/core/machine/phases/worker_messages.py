@@ -151,7 +151,8 @@ def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None
         turn.keep(committed_in=status.committed_in)
         progress.on_first_commit(turn, worker)
     failures.forgive(turn, status)
-    failure_detector.on_seen_to_die(turn, worker, status.dead)
+    if status.dead:
+        failure_detector.on_seen_to_die(turn, worker, status.dead)
     if status.drain:
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
 
