@@ -36,7 +36,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def updates(draw: st.DrawFn) -> tuple[Layout, Misses, int]:
     """A layout, what was missed before an update, and the parameters that it leaves out, as bits."""
     layout = draw(layouts())
-    count = layout.parameters
+    count = len(layout.groups)
     return (
         layout,
         Misses(tuple(draw(st.lists(MISSED, min_size=count, max_size=count)))),
@@ -50,7 +50,7 @@ def test_what_is_coded_is_read_again(update: tuple[Layout, Misses, int]) -> None
     layout, misses, _ = update
     runs = misses.runs()
     assert Misses.from_runs(layout, runs) == misses
-    assert len(runs) <= layout.parameters
+    assert len(runs) <= len(layout.groups)
     assert runs == () or len(runs) == len([*groupby(misses.of)])
 
 

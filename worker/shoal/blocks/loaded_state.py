@@ -91,7 +91,7 @@ class LoadedState:
         other stages and places other members know it.
         """
         layout = self._layout.trained
-        found = [USED_ALWAYS] * layout.parameters
+        found = [USED_ALWAYS] * len(layout.groups)
         for bucket, numbers in zip(layout.buckets, layout.numbers_here, strict=True):
             found[numbers.start : numbers.stop] = self._missed(bucket)
         return Misses(tuple(found))

@@ -275,13 +275,8 @@ class Layout:
             yield from ((name, shape, one.dtype) for name in one.whole_names(self.part.experts))
 
     @cached_property
-    def parameters(self) -> int:
-        """How many parameters the job has."""
-        return len(self.groups)
-
-    @cached_property
     def groups(self) -> tuple[int, ...]:
-        """By number, the optimizer's group of each of them."""
+        """By number, the optimizer's group of each of the job's parameters."""
         return tuple(bucket.group for bucket, *_ in numbered(self))
 
     @cached_property

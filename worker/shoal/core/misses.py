@@ -99,7 +99,7 @@ class Misses:
     @classmethod
     def from_runs(cls, layout: Layout, runs: Iterable[Sequence[int]]) -> Misses:
         """The inverse of `runs`. Raises `ValueError` for runs that are not of so many parameters."""
-        wanted, found = layout.parameters, list[Missed]()
+        wanted, found = len(layout.groups), list[Missed]()
         for count, updates, is_new in runs:
             if count < 1 or updates < 0 or len(found) + count > wanted:
                 raise ValueError(f"{count} parameters have missed {updates} updates, after {len(found)} of {wanted}")
@@ -111,7 +111,7 @@ class Misses:
 
 def every_one(layout: Layout) -> int:
     """All parameters, as bits by their number."""
-    return (1 << layout.parameters) - 1
+    return (1 << len(layout.groups)) - 1
 
 
 def all_here(layout: Layout) -> int:

@@ -180,7 +180,7 @@ def _findings(
 
 
 def _ballot_bytes(traffic: Traffic) -> int:
-    subtrees, parameters = max(len(spans) for spans in traffic.coordinates.told_spans), traffic.layout.parameters
+    subtrees, parameters = max(len(spans) for spans in traffic.coordinates.told_spans), len(traffic.layout.groups)
     digits = -(-parameters // 32) * 8  # four in each; whole words, as numbers of eight bytes stand behind them
     return BALLOT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2) + digits
 
