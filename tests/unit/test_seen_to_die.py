@@ -116,7 +116,7 @@ def test_of_other_hosts_nothing_is_believed() -> None:
         ),
         Edit(
             "shoal_controller.core.machine.phases.scaling",
-            "        evicted = evicted and record.worker not in turn.job.seen_to_die\n",
+            "        if record.worker in turn.job.seen_to_die:\n            continue\n",
             "",
             by="test_a_pod_whose_process_was_seen_to_die_says_how_before_it_is_ended",
         ),

@@ -257,9 +257,9 @@ def on_seen_to_die(turn: Turn, witness: WorkerId, incarnations: Sequence[str]) -
     """
     for incarnation in incarnations:
         worker = worker_of(turn, incarnation)
-        if worker is None or worker == witness or not _is_beside(turn.record(worker), turn.record(witness)):
+        if worker is None or worker == witness or worker in turn.job.seen_to_die:
             continue
-        if worker in turn.job.seen_to_die:
+        if not _is_beside(turn.record(worker), turn.record(witness)):
             continue
         _leave_stream(turn, worker)
         record, noticed_by = turn.record(worker), f"worker {witness}"

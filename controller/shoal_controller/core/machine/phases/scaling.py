@@ -113,8 +113,9 @@ def _end_the_evicted(turn: Turn) -> None:
     if turn.spec.traits.readmits or turn.world is None or turn.durable.committed_in < turn.world.generation:
         return
     for record in tuple(turn.durable.roster.values()):
+        if record.worker in turn.job.seen_to_die:
+            continue
         evicted = record.standing is Standing.LOST and record.launched and record.ending is None
-        evicted = evicted and record.worker not in turn.job.seen_to_die
         worlds = (turn.durable.current, *turn.durable.planned)
         if evicted and not record.quarantined and not any(is_member(plan, record.worker) for plan in worlds):
             turn.mark(record.worker, ending=Ending.REPLACED)
