@@ -101,7 +101,7 @@ def missed(crew: Crew) -> dict[str, Missed]:
     "An expert that no lane of a step uses is left alone, though another place uses the one that has its name there",
     "Cells",
     broken_by=[
-        Edit("shoal.core.layout", "first + count * self.part.piece(division)", "first"),
+        Edit("shoal.core.layout", "first + count * part.piece(division)", "first"),
         Edit("shoal.exchange.vote", "16) | others[at[rank]] for", "16) for"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import nn
 from shoal.blocks.flat import Gradients, versions
 from shoal.cells.marks import OverCell
 from shoal.core.layout import Layout
-from shoal.core.misses import all_here
+from shoal.core.misses import all_at
 from shoal.core.tree import push
 
 KEPT_CHANGED = (
@@ -43,7 +43,7 @@ class LaneSums:
         self.live = Gradients(layout)
         self.over_cell: OverCell | None = None
         """None: the cell is one process, or its processes divide no layers."""
-        self.unused = all_here(layout)
+        self.unused = all_at(layout, layout.part.coordinate)
         """The parameters that have had no gradient since the step began, as bits."""
 
     @property
@@ -153,7 +153,7 @@ class LaneSums:
     def clear(self) -> None:
         """Forget the step's sums; the live copy keeps its values until the next lane begins."""
         self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
-        self._stack, self.unused = [], all_here(self._layout)
+        self._stack, self.unused = [], all_at(self._layout, self._layout.part.coordinate)
 
     @property
     def bytes(self) -> int:

@@ -92,7 +92,7 @@ class LoadedState:
         """
         layout = self._layout.trained
         found = [USED_ALWAYS] * len(layout.groups)
-        for bucket, numbers in zip(layout.buckets, layout.numbers_here, strict=True):
+        for bucket, numbers in zip(layout.buckets, layout.parameter_numbers[layout.part.coordinate], strict=True):
             found[numbers.start : numbers.stop] = self._missed(bucket)
         return Misses(tuple(found))
 

@@ -22,7 +22,7 @@ from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import ShardValues
 from shoal.cells.marks import OverCell, SpreadGradients
 from shoal.core.layout import Layout
-from shoal.core.misses import all_here
+from shoal.core.misses import all_at
 
 
 class ShardSums:
@@ -34,7 +34,7 @@ class ShardSums:
         """Whether what others mirror comes to the memory of their hosts; alike on all workers."""
         self.over_cell: OverCell | None = None
         """As that of `LaneSums`."""
-        self._all = self.unused = all_here(layout)
+        self._all = self.unused = all_at(layout, layout.part.coordinate)
         """`unused`: the parameters that have had no gradient since the step began, as bits."""
 
     def reserve(self, lanes: Iterable[int]) -> None:

@@ -280,16 +280,18 @@ class Layout:
         return tuple(bucket.group for bucket, *_ in numbered(self))
 
     @cached_property
-    def numbers_here(self) -> tuple[range, ...]:
-        """By bucket of this coordinate, the numbers of its parameters."""
-        found, first = list[range](), 0
+    def parameter_numbers(self) -> tuple[tuple[range, ...], ...]:
+        """By coordinate, and by bucket that it has, the numbers of its parameters."""
+        parts = [replace(self.part, coordinate=one) for one in range(self.part.coordinates)]
+        found, first = [list[range]() for _ in parts], 0
         for stage, bucket in self.of_stages():
             count, division = len(bucket.slots), bucket.division.of_experts
-            if stage == self.part.place:
-                start = first + count * self.part.piece(division)
-                found.append(range(start, start + count))
+            for part, its in zip(parts, found, strict=True):
+                if stage == part.place:
+                    start = first + count * part.piece(division)
+                    its.append(range(start, start + count))
             first += count * self.part.pieces(division)
-        return tuple(found)
+        return tuple(map(tuple, found))
 
     @cached_property
     def blocks(self) -> int:

@@ -77,7 +77,7 @@ class Misses:
         if not unused and (self._are_none or not any(one.updates for one in self.of)):
             return {}
         found = {}
-        for bucket, numbers in zip(layout.buckets, layout.numbers_here, strict=True):
+        for bucket, numbers in zip(layout.buckets, layout.parameter_numbers[layout.part.coordinate], strict=True):
             used = [None if unused >> number & 1 else self._counted(number) for number in numbers]
             if any(one != USED_ALWAYS for one in used):
                 found[bucket.index] = tuple(_pieces(bucket, used))
@@ -114,9 +114,9 @@ def every_one(layout: Layout) -> int:
     return (1 << len(layout.groups)) - 1
 
 
-def all_here(layout: Layout) -> int:
-    """Those of this coordinate."""
-    return sum(((1 << len(numbers)) - 1) << numbers.start for numbers in layout.numbers_here)
+def all_at(layout: Layout, coordinate: int) -> int:
+    """Those of a coordinate."""
+    return sum(((1 << len(numbers)) - 1) << numbers.start for numbers in layout.parameter_numbers[coordinate])
 
 
 def _pieces(bucket: Bucket, used: Sequence[Missed | None]) -> Iterator[UpdatePiece]:

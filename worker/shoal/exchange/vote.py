@@ -35,7 +35,7 @@ from shoal_protos.runs import Span
 from shoal_protos.text import plural
 from torch import Tensor
 
-from shoal.core.misses import all_here, every_one
+from shoal.core.misses import all_at, every_one
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
@@ -282,7 +282,7 @@ def _unused(ballots: list[Ballot], traffic: Traffic) -> str:
     if not any(named.values()):
         return ""
     layout, at = traffic.layout, {rank: traffic.plan.members[rank].coordinate for rank in named}
-    others = {coordinate: ~all_here(layout.at(coordinate)) for coordinate in {*at.values()}}
+    others = {coordinate: ~all_at(layout, coordinate) for coordinate in {*at.values()}}
     each = (int(of or "0", 16) | others[at[rank]] for rank, of in named.items())
     return unused_text(reduce(and_, each, every_one(layout)))
 

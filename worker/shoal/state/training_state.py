@@ -316,7 +316,8 @@ class TrainingState:
     def _numbers(self) -> dict[Slot, int]:
         """Of trained parameters, in their order."""
         slots = (slot for bucket in self.layout.buckets for slot in bucket.slots)
-        return dict(zip(slots, chain.from_iterable(self.layout.numbers_here), strict=True))
+        numbers = self.layout.parameter_numbers[self.layout.part.coordinate]
+        return dict(zip(slots, chain.from_iterable(numbers), strict=True))
 
     def is_new(self, slot: Slot) -> bool:
         """Whether no update of a parameter was made yet, after one of others in its bucket."""

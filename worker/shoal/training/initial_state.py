@@ -109,7 +109,7 @@ def agree_on_misses(world: World, state: TrainingState) -> None:
     rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
     found = [*state.misses.of]
     for member, row in zip(world.plan.members, rows, strict=True):
-        for number in chain.from_iterable(state.layout.at(member.coordinate).numbers_here):
+        for number in chain.from_iterable(state.layout.parameter_numbers[member.coordinate]):
             found[number] = Missed(row[number] // 2, bool(row[number] % 2))
     state.misses = Misses(tuple(found))
 

@@ -296,7 +296,7 @@ class BucketHooks:
         """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
         self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
-        self._numbers = layout.numbers_here
+        self._numbers = layout.parameter_numbers[layout.part.coordinate]
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._on_filled: Callable[[int], None] | None = None
         self._repeats = layout.part.stages > 1
