@@ -20,7 +20,7 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout, ListsOfExperts, Slot, numbered, slots_of_all_stages
+from shoal.core.layout import Bucket, Layout, ListsOfExperts, Slot, slots_of_all_stages
 from shoal.core.misses import Missed, Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
@@ -166,23 +166,16 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     several parameters share a scale.
     """
     classes, layout = reader.manifest.classes, reader.manifest.blocks
-    missed = _missed(reader.manifest)
+    missed = Misses.from_runs(layout, reader.manifest.missed).by_place(layout)
     for stage, bucket in layout.of_stages():
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
         parts = [_state_of(one, bucket) for one in _with_parts(reader, stage, bucket)]
+        places = range(layout.part.pieces(bucket.division.of_experts))
         for slot in bucket.slots:
-            found = _joined(slot, parts, missed[slot.parameter.name], layout.part.experts)
+            its_own = [missed[place, slot.parameter.name] for place in places]
+            found = _joined(slot, parts, its_own, layout.part.experts)
             for name, state, its in zip(*found, strict=True):
                 yield name, state if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}
-
-
-def _missed(manifest: Manifest) -> dict[str, list[Missed]]:
-    """By name, what the parameter has missed on each place of the experts that has one of its own."""
-    found = defaultdict[str, list[Missed]](list)
-    missed = Misses.from_runs(manifest.blocks, manifest.missed).of
-    for (_, _, slot), its in zip(numbered(manifest.blocks), missed, strict=True):
-        found[slot.parameter.name].append(its)
-    return found
 
 
 def _joined(

@@ -232,9 +232,7 @@ class _Source:
 
 def _missed(old: Manifest, layout: Layout, where: str) -> tuple[MissRun, ...]:
     """In the order of the new layout. Raises `UserError` where parameters that become one have missed others."""
-    missed = Misses.from_runs(old.blocks, old.missed).of
-    every = zip(numbered(old.blocks), missed, strict=True)
-    before = {(place, slot.parameter.name): its for (_, place, slot), its in every}
+    before = Misses.from_runs(old.blocks, old.missed).by_place(old.blocks)
     names, found = OldNames(old.blocks, layout), list[Missed]()
     for _, place, slot in numbered(layout):
         first, *others = names.sources(slot.parameter.name, place)

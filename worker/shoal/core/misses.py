@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 
 from shoal_protos.runs import Span
 
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import Bucket, Layout, numbered
 
 MissRun = tuple[int, int, bool]
 """So many parameters that follow each other, the updates that each has missed, and whether none has used it."""
@@ -95,6 +95,11 @@ class Misses:
         if self._are_none:
             return ()
         return tuple((len([*run]), one.updates, one.is_new) for one, run in groupby(self.of))
+
+    def by_place(self, layout: Layout) -> dict[tuple[int, str], Missed]:
+        """By place of the experts, 0 for what all places have, and name."""
+        every = zip(numbered(layout), self.of, strict=True)
+        return {(place, slot.parameter.name): its for (_, place, slot), its in every}
 
     @classmethod
     def from_runs(cls, layout: Layout, runs: Iterable[Sequence[int]]) -> Misses:
