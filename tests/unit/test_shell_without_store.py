@@ -7,10 +7,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from asynchronous import asynchronous
+from asynchronous import asynchronous, jump
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.jobs.runner import PATIENCE_SECONDS
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import Introductions
@@ -90,7 +91,7 @@ async def test_the_time_that_a_write_took_to_fail_is_part_of_that_without_a_writ
 
 @rule(
     "While the store fails the controller waits and training goes on: nothing is decided, streams are read, "
-    "operators get an answer at once",
+    "operators get an answer within seconds",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
         "shoal_controller.jobs.runner", "            return self._inbox.keep(event)\n", "            return None\n"
@@ -108,8 +109,11 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     store.fail = ["before"] * 100_000
     scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
     await store.has_failed(2)
+    refused = asyncio.create_task(world.shell.submit("train", Scale(5)))
+    await asyncio.sleep(0)
+    jump(PATIENCE_SECONDS)
     with pytest.raises(StoreError, match=r"job train cannot be changed now: the store has accepted no write for \d+ s"):
-        await world.shell.submit("train", Scale(5))
+        await refused
     for number in range(3_000):
         await world.shell.submit("train", MessageReceived(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
     await world.shell.submit("train", Connected(8, None))
@@ -154,16 +158,17 @@ async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it
     await asyncio.sleep(0)  # both lie in the inbox, and nobody has looked: so a process finds them that was frozen
     why[0] = "its lease is over"
     await waiting
+    jump(PATIENCE_SECONDS)
     with pytest.raises(StoreError, match="job train cannot be changed now: its lease is over"):
         await asked
     later = replace(STATUS, sequence=STATUS.sequence + 1)
     await world.shell.submit("train", MessageReceived(7, Heartbeat(later, Telemetry())))
-    with pytest.raises(StoreError, match="its lease is over"):
-        await world.shell.submit("train", Scale(5))
+    asked = asyncio.create_task(world.shell.submit("train", Scale(5)))
     assert world.shell.trouble == "its lease is over" and "its lease is over" in world.shell.view("train").reason
     assert not events
     why[0] = ""
-    await world.shell.submit("train", Save())
+    await asked
+    assert world.shell.view("train").wanted == 5, "a request waits for another lease"
     assert [message.status for message in events] == [later], "of each stream the latest heartbeat"
     await world.shell.stop()
     await store.close()

@@ -57,6 +57,11 @@ from shoal_controller.store.store import Unfit, UnknownOutcome
 REQUEST_SECONDS = 10.0
 """How long an operator waits for the answer."""
 
+PATIENCE_SECONDS, PAUSE_SECONDS = 3.0, 0.05
+"""How long an operator's request waits for a store that takes nothing, or for a lease, and how often it looks: a leader
+that a busy machine has frozen for longer than its lease has another one at once.
+"""
+
 STOP_SECONDS = 5.0
 """How long a write in hand may take when the job's loop is to end."""
 
@@ -212,13 +217,26 @@ class Runner:
 
     async def submit(self, event: Event, by: Caller | None = None, only_if: OnlyIf | None = None) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
-        `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
+        `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time, or
+        nothing was decided for so long.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_SECONDS
+        while True:
+            try:
+                return await self._submit(event, by, only_if)
+            except _NotNow:
+                if self._halted is not None or loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _submit(self, event: Event, by: Caller | None, only_if: OnlyIf | None) -> None:
+        """An attempt. Raises `_NotNow` where an operator's request has come to nothing and may be made again."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         submission = Submission(event, done, by, only_if)
         if self.trouble:
             if isinstance(event, OperatorRequest):
-                raise _not_now(self)
+                raise _NotNow(self)
             return self._inbox.keep(event)
         await self._inbox.put(submission)
         if self._halted is not None and (self._loop is None or self._loop.done()):
@@ -277,7 +295,7 @@ class Runner:
         while self._halted is None:
             first = await self._inbox.take_first()
             if self._life.lapsed():
-                settle(self._inbox.set_aside(first), _not_now(self))
+                settle(self._inbox.set_aside(first), _NotNow(self))
                 continue
             await self._catch_up()
             await self._answer(self._inbox.take_batch(first))
@@ -416,8 +434,11 @@ async def _write_last(job: Job, repository: JobRepository, events: Sequence[JobE
         log.warning("the last steps could not be written", job=job.spec.job, error=str(error))
 
 
-def _not_now(runner: Runner) -> StoreError:
-    return StoreError(f"job {runner.spec.job} cannot be changed now: {runner.trouble}. Try again later")
+class _NotNow(StoreError):
+    """Nothing is decided at present: a request has come to nothing."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(f"job {runner.spec.job} cannot be changed now: {runner.trouble}. Try again later")
 
 
 def _cut_off(spec: JobSpec) -> UnknownOutcome:
