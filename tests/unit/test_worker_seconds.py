@@ -10,8 +10,10 @@ from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.figures import Use
+from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.overview.idle_lanes import goodput_sentence
-from shoal_protos.acts import Pause, Scale
+from shoal_controller.core.planning.lanes import LaneSharing
+from shoal_protos.acts import Cancel, Pause, Scale
 from shoal_protos.messages import MemberState, Result, Telemetry
 
 STEP_SECONDS = 0.5
@@ -80,6 +82,24 @@ def adds_up(job: Driver) -> bool:
             "    return figures.used(Use.TRAINING, training)\n",
             by="test_what_passes_between_steps_is_a_pause",
         ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "paces = [durable.lane_seconds(world.members[rank].worker) or 1.0 for rank in world.trainers]",
+            "paces = [1.0 for _ in world.trainers]",
+            by="test_lanes_by_speed_idle_no_more_than_a_step_is_longer_than_a_workers_lanes",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "if process is not None else bool(record.incarnation)",
+            "if process is not None else False",
+            by="test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.ending",
+            "settle_without_a_step(turn.job.figures)",
+            "turn.job.figures",
+            by="test_where_a_job_ends_the_seconds_of_which_no_step_came_are_a_pause",
+        ),
     ],
 )
 def test_a_job_that_wants_four_workers_and_has_one_has_a_quarter_of_its_goodput() -> None:
@@ -99,6 +119,20 @@ def test_turns_without_a_lane_are_no_training() -> None:
     trained(job, 21, "w0", "w1", "w2", "w3")
     assert uses(job) == {"training": 40.0 * 5 / 8, "idle_lane": 40.0 * 3 / 8}
     assert goodput_sentence(job.view).endswith("; 38% without a lane")
+
+
+@holds("Each second of a wanted")
+def test_lanes_by_speed_idle_no_more_than_a_step_is_longer_than_a_workers_lanes() -> None:
+    job = job_of(3, lanes=12)
+    by_speed = LaneSharing({"w0": 0.1, "w1": 0.2, "w2": 0.1}, usual=0.1)
+    job.job = replace(job.job, durable=replace(job.job.durable, sharing=by_speed))
+    job.tick()
+    (plan,) = job.job.durable.planned
+    assert [len(lanes) for lanes in plan.lanes_by_worker.values()] == [5, 2, 5]
+    for worker in plan.workers:
+        job.train(worker, plan)
+    trained(job, 21, "w0", "w1", "w2")
+    assert uses(job) == {"training": 30.0 * 14 / 15, "idle_lane": 30.0 * 1 / 15}
 
 
 @holds("Each second of a wanted")
@@ -178,6 +212,34 @@ def test_the_next_controller_counts_the_time_for_which_nobody_did() -> None:
     assert job.view.wanted_seconds == pytest.approx(2 * job.now)
     assert all(job.view.worker_seconds[use] >= shown[use] for use in Use)
     assert adds_up(job)
+
+
+@holds("Each second of a wanted")
+def test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away() -> None:
+    job = job_of(3)
+    job.feed(Scale(2, spares=1))
+    (plan,) = job.job.durable.planned
+    for worker in plan.workers:
+        job.train(worker, plan)
+    trained(job, 22, "w0", "w1", "w2")
+    job.restart()
+    job.now += 5.0
+    for worker in ("w0", "w1", "w2"):
+        job.hello(worker)
+    trained(job, 42, "w0", "w1", "w2")
+    assert uses(job)["standby"] == job.now and "starting" not in uses(job)
+
+
+@holds("Each second of a wanted")
+def test_where_a_job_ends_the_seconds_of_which_no_step_came_are_a_pause() -> None:
+    job = job_of(2)
+    trained(job, 21, "w0", "w1")
+    job.now += 50.0
+    job.feed(Cancel())
+    job.now += 50.0
+    job.tick()
+    assert job.view.phase is Phase.CANCELLED and uses(job) == {"training": 20.0, "paused": 200.0}
+    assert sum(job.view.worker_seconds.values()) == pytest.approx(job.view.wanted_seconds)
 
 
 def test_what_a_version_without_these_figures_has_written_is_counted_from_now_on() -> None:

@@ -112,7 +112,7 @@ def count_steps(turn: Turn, step: int) -> None:
     seconds = _step_seconds(turn.job) or (figures.trained_seconds / figures.steps if figures.steps else 0.0)
     if seconds > 0:
         figures = figures.observed("shoal_step_seconds", seconds, {}, times=steps)
-    figures = settle(figures, turn.world, steps, seconds)
+    figures = settle(turn.durable, figures, steps, seconds)
     turn.change(
         figures=replace(
             figures,

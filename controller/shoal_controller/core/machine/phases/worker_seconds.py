@@ -1,8 +1,9 @@
 """Where a job's machine-seconds go: what is wanted, and for what it was used. Goodput is the part that trained.
 
 Time is counted at the beginning of a batch, for the workers as they were since the last one. That of trainers is only
-known when a step is committed: until then it is unsettled. What a controller was away for is counted by the next one,
-from the time that it finds stored. Steps that are made again are `lost_step`, however long ago they were lost.
+known when a step is committed: until then it is unsettled. Where a job ends, what is unsettled came to no step. What a
+controller was away for is counted by the next one, from the time that it finds stored. Steps that are made again are
+`lost_step`, however long ago they were lost.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal_protos.messages import MemberState
-from shoal_protos.plan import Plan
 
-from shoal_controller.core.machine.durable import Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.figures import Figures, Use
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.planning.lanes import seconds_of_step
 
 EVERY_SECONDS = 0.1
 """How often the workers are looked at, at most."""
@@ -52,23 +53,33 @@ def _used(job: Job, figures: Figures, seconds: float) -> Figures:
 
 
 def _before_training(job: Job, record: WorkerRecord) -> Use:
-    """What a worker without lanes does: it starts until its model is built and warm, then it stands by."""
+    """What a worker without lanes does: it starts until its model is built and warm, then it stands by. One that has
+    said hello to an earlier controller only is taken to be warm.
+    """
     process = job.processes.get(record.worker)
-    is_warm = process is not None and process.status.state is not MemberState.WARMING_UP
+    is_warm = process.status.state is not MemberState.WARMING_UP if process is not None else bool(record.incarnation)
     return Use.STANDBY if is_warm else Use.STARTING
 
 
-def settle(figures: Figures, world: Plan | None, steps: int, seconds: float) -> Figures:
+def settle(durable: Durable, figures: Figures, steps: int, seconds: float) -> Figures:
     """Return the figures with the trainers' time up to the commit of `steps` steps of `seconds` each, which end with
     `figures.step + steps`: what was in steps, of that what idled for lack of lanes, and what was not.
     """
-    if world is None or not world.trainers:
+    world, made_of = durable.current, durable.description
+    if world is None or made_of is None or not world.trainers:
         return figures
     in_steps = min(figures.unsettled_seconds, steps * seconds * len(world.trainers))
-    cells = len(world.trainers) // world.coordinates
-    rounds = max(len(world.lanes_of(rank)) for rank in world.trainers)
-    worked = in_steps * world.lanes / (cells * rounds)
+    counts = [len(world.lanes_of(rank)) for rank in world.trainers]
+    paces = [durable.lane_seconds(world.members[rank].worker) or 1.0 for rank in world.trainers]
+    in_lanes = sum(count * pace for count, pace in zip(counts, paces, strict=True))
+    worked = in_steps * in_lanes / (len(counts) * seconds_of_step(counts, paces, made_of.adds_by_rounds))
     made_again = min(steps, max(0, figures.highest_step - figures.step)) / steps
     figures = figures.used(Use.LOST_STEP, worked * made_again).used(Use.TRAINING, worked * (1 - made_again))
-    figures = figures.used(Use.IDLE_LANE, in_steps - worked).used(Use.PAUSED, figures.unsettled_seconds - in_steps)
-    return replace(figures, unsettled_seconds=0.0, highest_step=max(figures.highest_step, figures.step + steps))
+    figures = figures.used(Use.IDLE_LANE, in_steps - worked)
+    figures = settle_without_a_step(replace(figures, unsettled_seconds=figures.unsettled_seconds - in_steps))
+    return replace(figures, highest_step=max(figures.highest_step, figures.step + steps))
+
+
+def settle_without_a_step(figures: Figures) -> Figures:
+    """Return the figures with the trainers' time of which no step came."""
+    return replace(figures.used(Use.PAUSED, figures.unsettled_seconds), unsettled_seconds=0.0)
