@@ -10,7 +10,7 @@ from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.figures import Use
-from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.spec import Phase, State
 from shoal_controller.core.overview.idle_lanes import goodput_sentence
 from shoal_controller.core.planning.lanes import LaneSharing
 from shoal_protos.acts import Cancel, Pause, Scale
@@ -278,7 +278,7 @@ def test_a_life_without_workers_keeps_how_many_steps_an_earlier_one_may_have_sho
     assert minute_old(job)
 
 
-def test_a_job_that_is_over_wants_nobody() -> None:
+def test_a_job_that_is_over_has_no_active_worker_and_no_second_is_wanted_of_it() -> None:
     job = job_of(1)
     trained(job, 21, "w0")
     job.beat("w0", step=1000, done=True, ended=True)
@@ -288,6 +288,7 @@ def test_a_job_that_is_over_wants_nobody() -> None:
     job.now += 1000.0
     job.tick()
     assert job.view.wanted_seconds == ended == job.job.durable.figures.wanted_seconds
+    assert job.view.active == 0 == sum(worker.state is State.ACTIVE for worker in job.view.workers)
 
 
 def test_before_the_first_world_there_is_no_sentence() -> None:

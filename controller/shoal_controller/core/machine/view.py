@@ -187,7 +187,8 @@ def exactness(job: Job) -> str:
 
 
 def active_members(job: Job) -> list[Process]:
-    world = job.durable.current
+    """Return the members that are at work, spares included; of a job that is over none is."""
+    world = job.durable.current if not job.durable.phase.is_over else None
     found = (job.processes.get(member.worker) for member in world.members) if world is not None else ()
     return [process for process in found if process is not None and job.durable.roster[process.worker].serves]
 
