@@ -345,6 +345,23 @@ def test_a_drain_says_to_whom_the_lanes_go_as_the_planner_will_give_them() -> No
     assert {one.worker: share.lanes for one, share in zip(plan.members, plan.shares, strict=True)} == expected
 
 
+def test_of_the_lanes_of_a_drained_worker_spares_that_wait_get_none() -> None:
+    job = training(6, spares_train=False)
+    job.feed(Scale(4, spares=2))
+    (plan,) = job.job.durable.planned
+    for worker in plan.workers:
+        job.train(worker, plan)
+    assert asked(job, DrainWorker("w0")) == "drain w0: its 2 lanes go to w1, nothing is lost"
+    assert asked(job, DrainWorker("w5")) == "drain w5: it has no lanes, nothing is lost"
+
+
+def test_spares_that_train_count_where_a_preview_says_what_idles() -> None:
+    job = training(6, spares_train=True)
+    job.feed(Scale(4, spares=2))
+    assert asked(job, Scale(2)).endswith("nothing is lost"), "8 lanes divide among 4"
+    assert "; 5 workers for 8 lanes: 2 rounds, 20% of the capacity idles" in asked(job, Scale(3))
+
+
 def silent(job: Driver, worker: str) -> Driver:
     """Its stream has broken, and nothing more is heard of it."""
     job.feed(Disconnected(job.connections.pop(worker), "reset"))
@@ -359,7 +376,7 @@ def test_a_death_that_is_confirmed_says_what_is_lost_with_it() -> None:
     job.feed(DrainWorker("w0", 600.0, "maintenance"))
     assert asked(silent(job, "w1"), ConfirmLost("w1")).endswith("no step is lost"), "w0 has its blocks while it drains"
     alone = asked(silent(training(mirrors=0), "w1"), ConfirmLost("w1"))
-    assert "have no other copy: the job fails" in alone
+    assert "have no other copy: the job starts again from step 0 when workers come" in alone
 
 
 def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_is_lost_with_it() -> None:
@@ -370,7 +387,7 @@ def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_i
     assert next(worker.state for worker in job.view.workers if worker.worker == "w2") is State.LOST
     sentence = asked(job, DrainWorker("w2"))
     assert sentence.startswith("drain w2: it is silent, and is given up as if it were dead: ")
-    assert sentence.endswith("have no other copy: the job fails") and "nothing is lost" not in sentence
+    assert sentence.endswith("the job starts again from step 0 when workers come") and "nothing is lost" not in sentence
 
 
 def test_a_resume_promises_steps_only_where_enough_workers_are_there() -> None:

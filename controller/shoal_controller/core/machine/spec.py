@@ -171,6 +171,8 @@ class JobView:
     spares: int = 0
     """Members beyond `wanted` that it is to have."""
     active_spares: int = 0
+    trainers: int = 0
+    """So many members train at most; the others are spares. 0: all do."""
     owner: str = ""
     """Name of the token that it was created with; empty: none."""
     version: int = 0

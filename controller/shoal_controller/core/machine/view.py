@@ -41,6 +41,7 @@ def view(job: Job, now: float) -> JobView:
         active=len(active) - spares,
         spares=durable.spares,
         active_spares=spares,
+        trainers=durable.trainers,
         min_workers=durable.bounds.least,
         max_workers=durable.bounds.most or durable.most_members,
         default_bounds=default_bounds(description, durable.cell),

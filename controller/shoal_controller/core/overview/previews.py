@@ -81,7 +81,7 @@ def _loss_sentence(before: JobView, after: JobView, worker: WorkerId) -> str:
     if back is not None:
         where = f"all go back to the checkpoint of step {back}"
     else:
-        where = "the job starts again from step 0" if before.traits.starts else "the job fails"
+        where = f"the job starts again from step 0{'' if before.traits.starts else ' when workers come'}"
     return f"{plural(len(lost), 'block')} {'has' if len(lost) == 1 else 'have'} no other copy: {where}"
 
 
@@ -108,7 +108,8 @@ def lanes_among(view: JobView, world: Plan, stays: Sequence[WorkerId]) -> dict[W
     )
     number = {name: place for place, name in enumerate(here)}
     domains = {domain: place for place, domain in enumerate(sorted({known[name].domain for name in here}))}
-    trainers = [[number[n] for n in here if coordinates[n] == place] for place in range(world.coordinates)]
+    at = [[number[name] for name in here if coordinates[name] == place] for place in range(world.coordinates)]
+    trainers = [members[: view.trainers or None] for members in at]
     left = [[number[name] for name in cell if name in here] for cell in world.workers_of_cells]
     hosts = [known[name].host or known[name].domain for name in here]
     cells = pair(trainers, hosts, left, view.cell.tight_parts)
@@ -159,7 +160,7 @@ def _scale(_: Scale, before: JobView, after: JobView) -> str:
     if after.wanted == before.wanted:
         most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
         return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"
-    idle = idle_sentence_with(after, after.wanted_cells)
+    idle = idle_sentence_with(after, after.wanted_cells + (0 if after.trainers else after.spares))
     return f"{_scale_sentence(before, after)}{f'; {idle}' if idle else ''}"
 
 
@@ -226,7 +227,7 @@ def _in_its_place(before: JobView, after: JobView, stays: Sequence[WorkerId]) ->
     coordinates = _coordinates(world)
     at = Counter(coordinates[name] for name in stays)
     full = min(at[place] for place in range(world.coordinates))
-    return _replacement_sentence(before, after) or idle_sentence_with(after, full)
+    return _replacement_sentence(before, after) or idle_sentence_with(after, min(full, after.trainers or full))
 
 
 def _replacement_sentence(before: JobView, after: JobView) -> str:
