@@ -14,7 +14,7 @@ from shoal_controller.cli.tables import workers_table
 from shoal_controller.core.machine.effects import Effect, Note
 from shoal_controller.core.machine.events import Tick
 from shoal_controller.core.planning.lanes import EVENLY
-from shoal_protos.acts import Scale
+from shoal_protos.acts import Pause, Resume, Scale
 from shoal_protos.description import OnSlow
 from shoal_protos.messages import Telemetry
 from shoal_protos.plan import Reason
@@ -210,6 +210,22 @@ def test_a_slow_worker_is_replaced_where_that_is_asked_for_and_a_launcher_starts
         assert "the others 100 ms, for 300 s (on_slow is replace)" in notes(effects, "draining")[0]
         effects = train(driver, 900, {**EQUAL, "w0": 0.4})
         assert notes(effects, "draining") == [], "one an hour: the next one may be as slow"
+
+
+def test_a_pause_makes_no_worker_slow_for_longer() -> None:
+    driver = job(OnSlow.REPLACE, launcher="local")
+    train(driver, 5, SLOW)
+    driver.feed(Pause())
+    paused = driver.job.durable.planned[-1]
+    for worker in SLOW:
+        driver.train(worker, paused, steps=0)
+    driver.wait(400)
+    driver.feed(Resume())
+    assert notes(train(driver, 4, SLOW), "slow") == []
+    effects = train(driver, 280, SLOW)
+    assert notes(effects, "slow") == ["worker w1 takes 300 ms a lane, the others 100 ms, for 10 s"]
+    assert notes(effects, "draining") == []
+    assert len(notes(train(driver, 20, SLOW), "draining")) == 1
 
 
 def test_a_worker_of_a_bit_less_speed_is_not_replaced() -> None:

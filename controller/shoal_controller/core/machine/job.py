@@ -249,8 +249,8 @@ class Job:
     """When it was last looked at what lanes take on each worker."""
     uneven_since: Since | None = None
     """Since when another sharing of lanes would make steps shorter by far; None: it would not."""
-    slow_since: Mapping[WorkerId, float] = field(default_factory=dict)
-    """Since when workers take longer for a lane than others."""
+    slow_for: Mapping[WorkerId, float] = field(default_factory=dict)
+    """For how many seconds of training workers have taken longer for a lane than others."""
     named_slow: frozenset[WorkerId] = frozenset()
     """Of these, who is in the history for it."""
     step_shown_at: float = 0.0

@@ -357,13 +357,14 @@ def _release_last_ones(turn: Turn, members: list[WorkerId], path: str) -> None:
 def _settle_speeds(turn: Turn, world: Plan) -> None:
     """Choose another sharing of lanes where steps become shorter by it, and name who is slow."""
     _forget_the_gone(turn)
-    if 0 <= turn.now - turn.job.speeds_read_at < READ_SECONDS:
+    passed = turn.now - turn.job.speeds_read_at
+    if 0 <= passed < READ_SECONDS:
         return
     turn.change(speeds_read_at=turn.now)
     description, trainers = turn.durable.description, _measured(turn, world)
     if len(trainers) < 2 or description is None or turn.durable.planned:
         return
-    _name_the_slow(turn, trainers)
+    _name_the_slow(turn, trainers, min(max(0.0, passed), max(turn.spec.heartbeat_seconds, READ_SECONDS)))
     if description.on_slow is OnSlow.NAME:
         return
     look = Look(turn.now, known_step(turn), world.lanes, description.adds_by_rounds, trainers)
@@ -438,19 +439,20 @@ def _ratios(trainers: Sequence[MeasuredTrainer]) -> list[tuple[MeasuredTrainer, 
     return found
 
 
-def _name_the_slow(turn: Turn, trainers: Sequence[MeasuredTrainer]) -> None:
-    job, since, named = turn.job, dict[str, float](), set[str]()
+def _name_the_slow(turn: Turn, trainers: Sequence[MeasuredTrainer], passed: float) -> None:
+    """`passed`: seconds of training since the last look. A pause makes no worker slow for longer."""
+    job, slow_for, named = turn.job, dict[str, float](), set[str]()
     for one, usual, ratio in _ratios(trainers):
         worker, takes = one.workers[0], f"takes {one.seconds * 1e3:.0f} ms a lane, the others {usual * 1e3:.0f} ms"
         is_named = worker in job.named_slow
         if ratio >= SLOW:
-            since[worker] = job.slow_since.get(worker, turn.now)
-            named |= {worker} if is_named or turn.now - since[worker] >= SLOW_SECONDS else set()
+            slow_for[worker] = job.slow_for[worker] + passed if worker in job.slow_for else 0.0
+            named |= {worker} if is_named or slow_for[worker] >= SLOW_SECONDS else set()
         if (worker in named) == is_named:
             continue
-        for_seconds = f", for {turn.now - since[worker]:.0f} s" if worker in named else ": it is not slow any more"
+        for_seconds = f", for {slow_for[worker]:.0f} s" if worker in named else ": it is not slow any more"
         turn.note(EventKind.SLOW, f"worker {worker} {takes}{for_seconds}", worker, lane_seconds=one.seconds)
-    turn.change(slow_since=since, named_slow=frozenset(named))
+    turn.change(slow_for=slow_for, named_slow=frozenset(named))
 
 
 def _replace_the_slowest(turn: Turn, trainers: Sequence[MeasuredTrainer]) -> None:
@@ -459,7 +461,7 @@ def _replace_the_slowest(turn: Turn, trainers: Sequence[MeasuredTrainer]) -> Non
     if not turn.spec.traits.starts or (at is not None and turn.now - at < REPLACED_SECONDS):
         return
     one, usual, ratio = _ratios(trainers)[-1]
-    slow_for = turn.now - turn.job.slow_since.get(one.workers[0], turn.now)
+    slow_for = turn.job.slow_for.get(one.workers[0], 0.0)
     if ratio >= VERY_SLOW and slow_for >= VERY_SLOW_SECONDS and not turn.record(one.workers[0]).leaving:
         why = f"it takes {one.seconds * 1e3:.0f} ms a lane, the others {usual * 1e3:.0f} ms, for {slow_for:.0f} s"
         turn.keep(sharing=replace(turn.durable.sharing, replaced_at=turn.now))
