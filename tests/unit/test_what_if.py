@@ -200,6 +200,8 @@ ARGUMENTS = ["--workers", "4", "--step-seconds", "2", "--for", "2h"]
         ([], "needs --workers and --step-seconds"),
         ([*ARGUMENTS, "--lanes", "3"], "--lanes has 3, and --workers is 4"),
         ([*ARGUMENTS, "--lanes", "4,x"], "--lanes is '4,x'; expected whole numbers from 1"),
+        ([*ARGUMENTS, "--lanes", "65537"], "--lanes is '65537'; expected whole numbers from 1 to 65536"),
+        ([*ARGUMENTS, "--step-seconds", "1e-9"], "--step-seconds is 1e-09; expected 0.001 to 1e+09"),
         ([*ARGUMENTS, "--mirrors", "4"], "expected at most 3"),
         ([*ARGUMENTS, "--mirrors", "0", "--spares", "1"], "its config has mirrors 0"),
         ([*ARGUMENTS, "--lanes", "5", "--spares", "2"], "expected at most 1 spare"),
@@ -225,6 +227,13 @@ def test_wrong_use_is_one_sentence(arguments: list[str], sentence: str) -> None:
         ("0,4\n60000,3\n30000,4\n", "is not sorted: 30 s comes after 60 s"),
         ("0,0\n60000,0\n", "names no machine at any time"),
         ("nothing\n", "is no trace"),
+        ("0,4\n60000,-3\n", "names -3 machines at 60 s; expected 0 to 100,000"),
+        ("0,4\n60000,100001\n", "names 100001 machines at 60 s"),
+        ('{"metadata": {"gap_seconds": NaN}, "data": [4, 3]}', "has a count at nan s; expected times from 0 s on"),
+        ("-60000,4\n60000,3\n", "has a count at -60 s"),
+        ("0,4\n", "has counts at 0 s only; expected a later one"),
+        ('{"metadata": {"gap_seconds": 300}, "data": [4, Infinity]}', "is no trace"),
+        ('{"data": ' + "[" * 100_000, "is no trace"),
         ("0,0\n3600000,0\n36000000,4\n", "has no machine in the 2 h 0 min from 0h on"),
     ],
 )
@@ -249,8 +258,24 @@ def test_a_measured_job_gives_its_size_and_its_seconds() -> None:
     found = figures_of(**MEASURED)
     assert (found["workers"], found["lanes"]) == (4, 12)
     assert found["overhead_seconds"] == pytest.approx(1.7 - 4 * 0.35)
-    assert found["step_seconds"] == pytest.approx(0.3 + 3 * 0.35), "of all four workers, though three are there"
+    assert found["lane_seconds"] == pytest.approx(0.35)
     assert found["start_seconds"] == pytest.approx(10.0)
+
+
+def test_a_measured_lane_takes_as_long_with_another_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(_: str, __: str) -> dict[str, Any]:
+        return figures_of(**MEASURED)
+
+    monkeypatch.setattr("shoal_controller.cli.what_if.measured_figures", measured)
+    for workers, step in ((4, "1.35"), (12, "0.65")):
+        _, output, error = what_if("p3", "--measured", "train", "--workers", str(workers), "--for", "1h")
+        assert not error and f"A step that {workers} workers share evenly takes {step} s" in output
+
+
+def test_a_measured_job_of_cells_is_one_sentence() -> None:
+    of_cells = MEASURED["job"] | {"cell": {"processes": 2}}
+    with pytest.raises(UserError, match=r"job train trains in cells of 2 processes, .* a cell in place of a worker"):
+        figures_of(**MEASURED | {"job": of_cells})
 
 
 @pytest.mark.parametrize(

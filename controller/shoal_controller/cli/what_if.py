@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
+from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.text import duration
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Output, Url
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from shoal_controller.simulation.traces import Counts, TraceWindow
 
 MOST_WORKERS = 10_000
+LEAST_STEP_SECONDS = 1e-3
+"""While the world changes each step is an event of its own."""
 MOST_SECONDS = 1e9
 UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
@@ -113,7 +116,7 @@ async def what_if(
         "start_seconds": start_seconds,
     }  # fmt: skip
     known |= {name: value for name, value in flags.items() if value is not None}
-    if "workers" not in known or "step_seconds" not in known:
+    if "workers" not in known or not {"step_seconds", "lane_seconds"} & known.keys():
         raise UserError("shoal what-if needs --workers and --step-seconds, or --measured JOB.")
     _within("--workers", known["workers"], 1, MOST_WORKERS)
     _within("--stage", stage, 0, 3)
@@ -131,8 +134,11 @@ async def what_if(
 
 # ---- what is given
 
-NUMBERS = {"lanes": 1, "mirrors": 0, "spares": 0, "least": 1, "save_steps": 0}
-"""Flags with commas, and the least of their numbers."""
+NUMBERS = {
+    "lanes": (1, MOST_LANES), "mirrors": (0, MOST_WORKERS), "spares": (0, MOST_WORKERS), "least": (1, MOST_WORKERS),
+    "save_steps": (0, 999_999_999),
+}  # fmt: skip
+"""Flags with commas, with the least and the greatest of their numbers."""
 
 
 def _within(flag: str, value: float, low: float, high: float) -> None:
@@ -143,10 +149,10 @@ def _within(flag: str, value: float, low: float, high: float) -> None:
 
 def _numbers(name: str, text: str) -> list[int]:
     """`32,64` → [32, 64]. Raises `UserError`."""
-    parts, least = [part.strip() for part in text.split(",")], NUMBERS[name]
-    if not all(part.isascii() and part.isdecimal() and len(part) < 10 and int(part) >= least for part in parts):
+    parts, (low, high) = [part.strip() for part in text.split(",")], NUMBERS[name]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 and low <= int(part) <= high for part in parts):
         flag = "--min" if name == "least" else f"--{name.replace('_', '-')}"
-        raise UserError(f"{flag} is {text[:80]!r}; expected whole numbers from {least} on with commas, such as 1,2.")
+        raise UserError(f"{flag} is {text[:80]!r}; expected whole numbers from {low} to {high}, with commas.")
     return [int(part) for part in parts]
 
 
@@ -179,21 +185,20 @@ def _paces(known: dict[str, Any], save: float, write: float, restore: float) -> 
     """Raises `UserError`."""
     from shoal_controller.simulation.paces import Paces
 
-    workers, step, overhead = known["workers"], known["step_seconds"], known.get("overhead_seconds", 0.0)
-    start = known.get("start_seconds", 60.0)
+    workers, step, overhead = known["workers"], known.get("step_seconds"), known.get("overhead_seconds", 0.0)
+    start, of_lanes = known.get("start_seconds", 60.0), known.get("lanes", LANES_EACH * workers)
     named = {
         "--overhead-seconds": overhead, "--start-seconds": start, "--save-seconds": save, "--write-seconds": write,
         "--restore-seconds": restore,
     }  # fmt: skip
     for flag, value in named.items():
         _within(flag, value, 0, MOST_SECONDS)
-    if not overhead < step <= MOST_SECONDS:
+    if step is not None:
+        _within("--step-seconds", step, LEAST_STEP_SECONDS, MOST_SECONDS)
+    if step is not None and step <= overhead:
         raise UserError(f"--step-seconds is {step:g}; expected more than {overhead:g}, the overhead of a step.")
-    of_lanes = known.get("lanes", LANES_EACH * workers)
-    return Paces(
-        (step - overhead) * workers / of_lanes, overhead, start, save=save, write=write, restore=restore,
-        of_lanes=of_lanes,
-    )  # fmt: skip
+    lane = known["lane_seconds"] if step is None else (step - overhead) * workers / of_lanes
+    return Paces(lane, overhead, start, save=save, write=write, restore=restore, of_lanes=of_lanes)
 
 
 def _window(trace: str, machines: int, texts: tuple[str, str | None], seed: int) -> tuple[Counts, TraceWindow]:
@@ -221,9 +226,9 @@ def _window(trace: str, machines: int, texts: tuple[str, str | None], seed: int)
 
 
 async def measured_figures(url: str, job: str) -> dict[str, Any]:
-    """Return `workers`, `lanes`, `step_seconds`, `overhead_seconds`, and `start_seconds` where a start was seen.
+    """Return `workers`, `lanes`, `lane_seconds`, `overhead_seconds`, and `start_seconds` where a start was seen.
 
-    Raises `UserError` where nothing is measured of the job yet.
+    Raises `UserError` where nothing is measured of the job yet, or several processes train a lane of it together.
     """
     from shoal_controller.cli.runs import client_of
 
@@ -243,14 +248,16 @@ def figures_of(job: Json, report: Json, members: list[Json]) -> dict[str, Any]:
             f"job {job['job']} has no figures to go by: {missing} has been timed; wait for some steps, or give "
             "--workers and --step-seconds."
         )
+    if "cell" in job:
+        raise UserError(
+            f"job {job['job']} trains in cells of {job['cell']['processes']} processes, and what-if simulates workers "
+            "that train by themselves; give --workers and --step-seconds, a cell in place of a worker."
+        )
     wanted = job["workers"]["wanted"]
     training = sum(bool(member["lanes"]) for member in members) or wanted
     lane = median(timed)
     overhead = max(0.0, step - lane * -(-lanes // training))
     starts = report["worker_seconds"].get("starting", 0.0)
     began = sum(member["step"] >= 0 for member in members)
-    known = {
-        "workers": wanted, "lanes": lanes, "overhead_seconds": overhead,
-        "step_seconds": overhead + lane * lanes / wanted,
-    }  # fmt: skip
+    known = {"workers": wanted, "lanes": lanes, "overhead_seconds": overhead, "lane_seconds": lane}
     return known | ({"start_seconds": starts / began} if starts and began else {})

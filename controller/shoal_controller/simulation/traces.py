@@ -10,7 +10,9 @@ SkyPilot's traces it has no machine at all for two fifths of the time.
 from __future__ import annotations
 
 import json
+import math
 import random
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +26,7 @@ HARSH_TICK_SECONDS = 300.0
 HARSH_TICKS = 12 * 24 * 2
 HARSH_GONE = 0.4
 """Part of the time without a machine."""
+MOST_MACHINES = 100_000
 
 Counts = list[tuple[float, int]]
 
@@ -85,16 +88,23 @@ def read(place: Path) -> Counts:
         counts = _of_skypilot(text) if text.lstrip().startswith("{") else _of_lines(text)
     except OSError as error:
         raise BadTrace(f"{place}: {error.strerror}; name a file of milliseconds,machines or SkyPilot's JSON") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise BadTrace(
             f"{place} is no trace ({error}): lines of milliseconds,machines were expected, or JSON with "
             "metadata.gap_seconds and data"
         ) from None
+    for at, there in counts:
+        if not 0 <= at < math.inf:
+            raise BadTrace(f"{place} has a count at {at:g} s; expected times from 0 s on")
+        if not 0 <= there <= MOST_MACHINES:
+            raise BadTrace(f"{place} names {there} machines at {at:.0f} s; expected 0 to {MOST_MACHINES:,}")
     if not any(there for _, there in counts):
         raise BadTrace(f"{place} names no machine at any time")
     for (before, _), (after, _) in pairwise(counts):
         if after < before:
             raise BadTrace(f"{place} is not sorted: {after:.0f} s comes after {before:.0f} s; sort its lines by time")
+    if counts[-1][0] <= 0:
+        raise BadTrace(f"{place} has counts at 0 s only; expected a later one, where the trace ends")
     return list(dict(counts).items())
 
 
@@ -124,13 +134,15 @@ def harsh(seed: int = 0) -> Counts:
 
 def moves(counts: Counts, seed: int) -> list[Move]:
     """Which machine each change of the count concerns: any, as clouds reclaim them, drawn by the seed."""
-    drawn, all_machines = random.Random(seed), range(max(there for _, there in counts))
-    there, found = set[int](), list[Move]()
+    drawn, gone = random.Random(seed), list(range(max(there for _, there in counts)))  # both lists stay sorted
+    there, found = list[int](), list[Move]()
     for at, wanted in counts:
         while len(there) != wanted:
             comes = len(there) < wanted
-            machine = drawn.choice(sorted(set(all_machines) - there if comes else there))
-            (there.add if comes else there.discard)(machine)
+            machine = drawn.choice(gone if comes else there)
+            source, target = (gone, there) if comes else (there, gone)
+            del source[bisect_left(source, machine)]
+            insort(target, machine)
             found.append(Move(at, machine, comes))
     return found
 
