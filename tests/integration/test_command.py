@@ -129,7 +129,7 @@ def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) ->
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
 
 
-def test_a_spare_of_a_run_trains_in_the_recovery_and_a_later_run_changes_how_many_there_are(tmp_path: Path) -> None:
+def test_a_spare_of_a_run_trains_in_the_recovery_and_a_later_run_changes_how_many_there_may_be(tmp_path: Path) -> None:
     go = tmp_path / "go"
     options, grpc = {"max_steps": 60, "lanes": 4, "pace": 0.05, "until": str(go)}, free_port()
     with running(tmp_path, options, "--workers", "1", "--spares", "1", grpc=grpc) as first:
@@ -141,13 +141,15 @@ def test_a_spare_of_a_run_trains_in_the_recovery_and_a_later_run_changes_how_man
         until("the spare's world", lambda: first.job()["generation"] > before and first.job()["phase"] == "running")
         assert [worker["pid"] for worker in first.workers() if worker["lanes"]] == [spare["pid"]]
         first.kill()
-        flags = ("--spares", "0", "--json", str(tmp_path / "report.json"))
+        flags = ("--spares", "0", "--max-workers", "3", "--json", str(tmp_path / "report.json"))
         with running(tmp_path, options, *flags, grpc=grpc) as second:
             until("its size", lambda: second.job()["workers"]["spares"] == 0)
+            assert second.job()["workers"]["max"] == 3
             go.touch()
             code, _, errors = second.end()
     assert code == 0, errors
     assert "job train is to have 0 spares, in place of 1\n" in errors
+    assert "job train may have from 1 to 3 workers\n" in errors
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fingerprint"] == undisturbed(options)
 

@@ -330,11 +330,15 @@ async def take_up(here: Here, spec: dict[str, Any]) -> int:
     say = LogStream()  # training begins after this
     say.write(f"job {spec['job']} continues at step {known['step']}\n")
     before = known["workers"]
-    wanted, spares = (spec["workers"].get(key, before[key]) for key in ("wanted", "spares"))
-    if (wanted, spares) != (before["wanted"], before["spares"]):
-        await client.scale_job(spec["job"], wanted, spares=spares)
-    if wanted != before["wanted"]:
-        say.write(f"job {spec['job']} is scaled from {before['wanted']} to {wanted} workers\n")
-    if spares != before["spares"]:
-        say.write(f"job {spec['job']} is to have {plural(spares, 'spare')}, in place of {before['spares']}\n")
+    new = {key: number for key, number in spec["workers"].items() if number != before[key]}
+    if new:
+        size = {"workers" if key == "wanted" else key: number for key, number in new.items()}
+        await client.scale_job(spec["job"], **size)
+    if "wanted" in new:
+        say.write(f"job {spec['job']} is scaled from {before['wanted']} to {new['wanted']} workers\n")
+    if {"min", "max"} & new.keys():
+        least, most = (new.get(key, before[key]) for key in ("min", "max"))
+        say.write(f"job {spec['job']} may have from {least} to {most or 'as many as its lanes'} workers\n")
+    if "spares" in new:
+        say.write(f"job {spec['job']} is to have {plural(new['spares'], 'spare')}, in place of {before['spares']}\n")
     return revision
