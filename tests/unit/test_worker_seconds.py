@@ -90,13 +90,19 @@ def adds_up(job: Driver) -> bool:
         ),
         Edit(
             "shoal_controller.core.machine.phases.worker_seconds",
+            "under_way = min(figures.unsettled_seconds - in_steps, of_a_step)",
+            "under_way = 0.0",
+            by="test_heartbeats_in_the_middle_of_steps_make_no_pause_of_them",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
             "if process is not None else bool(record.incarnation)",
             "if process is not None else False",
             by="test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away",
         ),
         Edit(
             "shoal_controller.core.machine.phases.ending",
-            "settle_without_a_step(turn.job.figures)",
+            "worker_seconds.end(turn.job.figures)",
             "turn.job.figures",
             by="test_where_a_job_ends_the_seconds_of_which_no_step_came_are_a_pause",
         ),
@@ -154,7 +160,7 @@ def test_what_passes_between_steps_is_a_pause() -> None:
     trained(job, 11, "w0", "w1")
     job.now += 4.0
     trained(job, 12, "w0", "w1")
-    assert uses(job) == {"training": 11.0, "paused": 8.0}
+    assert uses(job) == {"training": 11.0, "paused": 7.0}, "of a step that may be under way the rest"
     job.feed(Pause())
     paused = job.job.durable.planned[-1]
     for worker in ("w0", "w1"):
@@ -162,7 +168,22 @@ def test_what_passes_between_steps_is_a_pause() -> None:
     job.tick()
     job.now += 100.0
     job.tick()
-    assert uses(job)["paused"] == pytest.approx(208.0) and adds_up(job)
+    assert uses(job)["paused"] == pytest.approx(207.0) and adds_up(job)
+
+
+@holds("Each second of a wanted")
+@pytest.mark.parametrize("step_seconds", [0.21, 0.62, 0.99, 1.7, 10.3])
+def test_heartbeats_in_the_middle_of_steps_make_no_pause_of_them(step_seconds: float) -> None:
+    job = job_of(2)
+    for beat in range(1, 201):
+        job.now = float(beat)
+        steps = int(job.now / step_seconds)
+        telemetry = Telemetry(step_seconds=step_seconds, training_seconds=steps * step_seconds)
+        for worker in ("w0", "w1"):
+            job.beat(worker, telemetry=telemetry, step=1 + steps)
+        job.tick()
+    assert "paused" not in uses(job) and adds_up(job)
+    assert job.view.worker_seconds[Use.TRAINING] >= 2 * (200.0 - step_seconds) - 0.001
 
 
 @holds("Each second of a wanted")
@@ -228,6 +249,7 @@ def test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away() ->
         job.hello(worker)
     trained(job, 42, "w0", "w1", "w2")
     assert uses(job)["standby"] == job.now and "starting" not in uses(job)
+    assert goodput_sentence(job.view).endswith("% by workers beyond these)"), "a spare is not among the wanted"
 
 
 @holds("Each second of a wanted")

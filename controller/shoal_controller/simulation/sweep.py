@@ -16,6 +16,7 @@ from shoal_protos.errors import UserError
 
 from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.machine.job_size import JobSize, broken_spares
+from shoal_controller.core.machine.phases import worker_seconds
 from shoal_controller.core.machine.spec import Phase, WorkerBounds
 from shoal_controller.simulation.clock import Clock
 from shoal_controller.simulation.fleet import Fleet
@@ -124,6 +125,8 @@ def _settle(clock: Clock, fleet: Fleet) -> None:
         clock.step()
     fleet.look()
     clock.run_until(clock.now)
+    host = fleet.host
+    host.job = replace(host.job, figures=worker_seconds.end(host.job.figures))  # no step is under way at a barrier
 
 
 def _finish(clock: Clock, fleet: Fleet, until: float) -> None:

@@ -82,10 +82,14 @@ USE_SAID_FROM = 0.005
 
 
 def goodput_sentence(view: JobView) -> str:
-    """Return `goodput 24% of the wanted workers' time; 75% missing, 1% starting`; empty before any was wanted."""
+    """Return `goodput 24% of the wanted workers' time; 75% missing, 1% starting`, with a word on the time of workers
+    beyond the wanted ones, which is among these parts; empty before any was wanted.
+    """
     if view.wanted_seconds <= 0 or view.started_at is None:
         return ""
     parts = {use: view.worker_seconds.get(use, 0.0) / view.wanted_seconds for use in WORDS}
     most = sorted((use for use in WORDS if parts[use] >= USE_SAID_FROM), key=lambda use: -parts[use])
     rest = ", ".join(f"{parts[use]:.0%} {WORDS[use]}" for use in most)
+    beyond = sum(view.worker_seconds.values()) / view.wanted_seconds - 1
+    rest += f" ({beyond:.0%} by workers beyond these)" if rest and beyond >= USE_SAID_FROM else ""
     return f"goodput {view.goodput_ratio:.0%} of the wanted workers' time{f'; {rest}' if rest else ''}"

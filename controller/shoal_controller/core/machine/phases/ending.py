@@ -20,10 +20,9 @@ from shoal_controller.core.machine.events import (
     SeatAsked,
     Started,
 )
-from shoal_controller.core.machine.phases import claims, places, progress
+from shoal_controller.core.machine.phases import claims, places, progress, worker_seconds
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
 from shoal_controller.core.machine.phases.progress import count_fills
-from shoal_controller.core.machine.phases.worker_seconds import settle_without_a_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -41,7 +40,7 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     turn.keep(planned=(), save=None, ended_at=turn.now)
     turn.change(attempt=None, reaped_at=turn.now)
     count_fills(turn)
-    turn.keep_figures(settle_without_a_step(turn.job.figures))
+    turn.keep_figures(worker_seconds.end(turn.job.figures))
     turn.note(EventKind[phase.name], reason)
     send_all_if_due(turn)
     _kill_the_unheard(turn)

@@ -63,12 +63,15 @@ def _before_training(job: Job, record: WorkerRecord) -> Use:
 
 def settle(durable: Durable, figures: Figures, steps: int, seconds: float) -> Figures:
     """Return the figures with the trainers' time up to the commit of `steps` steps of `seconds` each, which end with
-    `figures.step + steps`: what was in steps, of that what idled for lack of lanes, and what was not.
+    `figures.step + steps`: what was in steps, of that what idled for lack of lanes, and what was not. Workers say their
+    steps with heartbeats, which come in the middle of another one: the time of that one stays unsettled.
     """
     world, made_of = durable.current, durable.description
     if world is None or made_of is None or not world.trainers:
         return figures
-    in_steps = min(figures.unsettled_seconds, steps * seconds * len(world.trainers))
+    of_a_step = seconds * len(world.trainers)
+    in_steps = min(figures.unsettled_seconds, steps * of_a_step)
+    under_way = min(figures.unsettled_seconds - in_steps, of_a_step)
     counts = [len(world.lanes_of(rank)) for rank in world.trainers]
     paces = [durable.lane_seconds(world.members[rank].worker) or 1.0 for rank in world.trainers]
     in_lanes = sum(count * pace for count, pace in zip(counts, paces, strict=True))
@@ -76,10 +79,11 @@ def settle(durable: Durable, figures: Figures, steps: int, seconds: float) -> Fi
     made_again = min(steps, max(0, figures.highest_step - figures.step)) / steps
     figures = figures.used(Use.LOST_STEP, worked * made_again).used(Use.TRAINING, worked * (1 - made_again))
     figures = figures.used(Use.IDLE_LANE, in_steps - worked)
-    figures = settle_without_a_step(replace(figures, unsettled_seconds=figures.unsettled_seconds - in_steps))
-    return replace(figures, highest_step=max(figures.highest_step, figures.step + steps))
+    figures = figures.used(Use.PAUSED, figures.unsettled_seconds - in_steps - under_way)
+    highest = max(figures.highest_step, figures.step + steps)
+    return replace(figures, unsettled_seconds=under_way, highest_step=highest)
 
 
-def settle_without_a_step(figures: Figures) -> Figures:
-    """Return the figures with the trainers' time of which no step came."""
+def end(figures: Figures) -> Figures:
+    """Return the figures of a job that is over: the trainers' time since its last step is settled without one."""
     return replace(figures.used(Use.PAUSED, figures.unsettled_seconds), unsettled_seconds=0.0)
