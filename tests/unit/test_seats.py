@@ -211,6 +211,7 @@ def test_bounds_that_break_a_cell_are_refused() -> None:
     assert refused(Pairs(wanted=1).ask("w0")) == (
         "job job asks for 1 worker, but a cell of its script (tensor 2) has 2. Ask for so many at least."
     )
+    assert refused(Pairs(spares=1).ask("w0")).startswith("job job cannot have 1 spare: spares are for jobs whose ")
     job = Pairs()
     job.seats(4)
     with pytest.raises(ImpossibleSize, match="cannot have at least 3 workers: a cell of it has 2 workers"):

@@ -20,7 +20,7 @@ from shoal_protos.text import plural
 from shoal_controller.core.machine.durable import Durable, Leaving, Standing, WorkerRecord, bounds_of
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
-from shoal_controller.core.machine.job_size import broken_bounds
+from shoal_controller.core.machine.job_size import JobSize, broken_bounds, broken_spares
 from shoal_controller.core.machine.phases import places, progress_watch, scaling
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.planning.seats import Seated, best_seat
@@ -74,8 +74,11 @@ def impossible_cell(turn: Turn, name: str, cell: Shape) -> str:
     durable = turn.durable
     if _knows_cell(turn):
         return shapes_differ(name, cell, durable.cell) or ""
-    if why := broken_bounds(durable.changed_bounds or bounds_of(turn.spec, None, cell), cell.processes):
+    bounds = durable.changed_bounds or bounds_of(turn.spec, None, cell)
+    if why := broken_bounds(bounds, cell.processes):
         return f"job {turn.spec.job} cannot have {why}. Change workers.min and workers.max."
+    if why := broken_spares(JobSize(turn.spec.job, durable.wanted, bounds, None, cell, spares=durable.spares)):
+        return why
     if durable.wanted < cell.processes and not turn.spec.wanted_by_default:
         return (
             f"job {turn.spec.job} asks for {plural(durable.wanted, 'worker')}, but a cell of its script ({cell}) has "
