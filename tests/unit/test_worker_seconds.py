@@ -101,6 +101,12 @@ def adds_up(job: Driver) -> bool:
             by="test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away",
         ),
         Edit(
+            "shoal_controller.core.machine.phases.progress",
+            "usual = process.telemetry.step_seconds_median if before is None else 0.0",
+            "usual = 0.0",
+            by="test_steps_that_no_controller_saw_took_as_long_as_usual",
+        ),
+        Edit(
             "shoal_controller.core.machine.phases.ending",
             "worker_seconds.end(turn.job.figures)",
             "turn.job.figures",
@@ -250,6 +256,21 @@ def test_a_worker_without_lanes_stands_by_also_while_the_controller_is_away() ->
     trained(job, 42, "w0", "w1", "w2")
     assert uses(job)["standby"] == job.now and "starting" not in uses(job)
     assert goodput_sentence(job.view).endswith("% by workers beyond these)"), "a spare is not among the wanted"
+
+
+@holds("Each second of a wanted")
+def test_steps_that_no_controller_saw_took_as_long_as_usual() -> None:
+    job = job_of(2)
+    trained(job, 21, "w0", "w1")
+    job.restart()
+    job.now += 5.0
+    last = Telemetry(step_seconds=0.3, step_seconds_median=0.5, training_seconds=15.0)
+    for worker in ("w0", "w1"):
+        job.hello(worker)
+    for worker in ("w0", "w1"):
+        job.beat(worker, telemetry=last, step=31)
+    job.tick()
+    assert uses(job) == {"training": 2 * 15.0}
 
 
 @holds("Each second of a wanted")

@@ -156,7 +156,8 @@ def keep_counted(turn: Turn, steps: int = 0) -> None:
 
 def _step_seconds(job: Job) -> float:
     """A step's time between this heartbeat and the one before, over the world's members that have reported: the median.
-    What the dead have said last was another world's pace.
+    What the dead have said last was another world's pace. Of the steps that were made while no controller was there it
+    is the usual time of a step.
     """
     world = job.durable.current
     of_world = [one for one in job.processes.values() if world is None or one.worker in world.workers]
@@ -168,7 +169,8 @@ def _last_step_seconds(process: Process) -> float:
     before, now = process.pace_before, (process.status.step, process.telemetry.training_seconds)
     if before is not None and now[0] > before[0] and now[1] > before[1]:
         return (now[1] - before[1]) / (now[0] - before[0])
-    return process.telemetry.step_seconds
+    usual = process.telemetry.step_seconds_median if before is None else 0.0
+    return usual or process.telemetry.step_seconds
 
 
 def count_fills(turn: Turn) -> None:
