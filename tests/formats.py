@@ -175,7 +175,7 @@ def _peers() -> Iterator[str]:
     from shoal.core.stream_position import Bookmark
     from shoal.exchange import ballot, traffic, vote
     from shoal.group import asked_order, group, host_peers
-    from shoal.process import unnamed_memory
+    from shoal.process import deaths, unnamed_memory
     from shoal.state import small_state
     from shoal_protos.rendezvous import entry
 
@@ -199,8 +199,10 @@ def _peers() -> Iterator[str]:
     yield f"small state {small_state.LENGTH.format}: {', '.join(sorted(fields))}"
     yield f"place in a stream {Bookmark(1, 2, 3, 4, 5, 'state').to_text()}"
     yield f"rendezvous {entry('key', b'value').hex()}"
-    for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE):
+    memory = (unnamed_memory.ADDRESS, host_peers.ANNOUNCED, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE)
+    for struct in memory:
         yield f"memory {struct.format}"
+    yield f"life: mark at {deaths.MARK_AT} (by itself {deaths.ENDS_BY_ITSELF.hex()}), mutex at {deaths.MUTEX_AT}"
     yield f"order of posts: {asked_order.NUMBERS} numbers, tags {asked_order.POSTED_TAG}, {asked_order.CARRY_TAG}"
 
 

@@ -45,8 +45,8 @@ LEAST_BYTES = 1 << 20
 PLACE = struct.Struct(f"<{TOKEN_BYTES}sq")
 """The short message: the token of the sender's memory, and where in it the bytes lie. gloo takes a message that is
 shorter than the receive; that a long one begins with a token is as likely as to guess it."""
-
-
+ANNOUNCED = struct.Struct(f"<{ADDRESS.size}s{ADDRESS.size}s")
+"""Where a member shares memory, and where others watch it, each as `ADDRESS` has it; zeros where it has none."""
 WATCHED = 2
 """Members of its host that each one watches, the next by rank: of two that die together one is seen at once."""
 
@@ -73,15 +73,13 @@ class HostPeers:
         self._opened: dict[int, OpenedMemory] = {}
 
     def announce(self, members: int) -> bytes:
-        """What this process says of itself where members meet: where it shares memory, and where others watch it, each
-        as `ADDRESS` has it; zeros where it has none.
-        """
-        found = [bytes(ADDRESS.size)] * 2
+        """What this process says of itself where members meet, as `ANNOUNCED` has it."""
+        memory = life = b""
         with contextlib.suppress(OSError, AttributeError):
             self._memory = SharedMemory(members)
-            found[0] = self._memory.address.to_bytes()
-            found[1] = own_life().to_bytes()
-        return b"".join(found)
+            memory = self._memory.address.to_bytes()
+            life = own_life().to_bytes()
+        return ANNOUNCED.pack(memory, life)
 
     def meet(
         self,
@@ -100,7 +98,7 @@ class HostPeers:
             if hosts[peer] != hosts[rank]:
                 continue
             with contextlib.suppress(OSError, struct.error):
-                address, life = (MemoryAddress.from_bytes(part) for part in _halves(announced[peer]))
+                address, life = map(MemoryAddress.from_bytes, ANNOUNCED.unpack(announced[peer]))
                 if address.is_seen_from(self._memory.address):
                     self._opened[peer] = OpenedMemory(address, rank, size)
                     if watched < WATCHED:
@@ -127,10 +125,6 @@ class HostPeers:
             self._memory.close()
         for memory in self._opened.values():
             memory.close()
-
-
-def _halves(content: bytes) -> tuple[bytes, bytes]:
-    return content[: ADDRESS.size], content[ADDRESS.size :]
 
 
 class _Arrival:
