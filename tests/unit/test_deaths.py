@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def await_watcher(life: MemoryAddress) -> None:
     "A change of the world",
     broken_by=[
         Edit("shoal.process.deaths", "        if _mark_in(memory) == LIVES:\n", "        if True:\n"),
-        Edit("shoal.process.deaths", "        _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))\n", ""),
+        Edit("shoal.process.deaths", "        _libc.pthread_mutexattr_setrobust(attributes, ROBUST),\n", ""),
         Edit(
             "shoal.process.deaths",
             "        _libc.pthread_mutex_unlock(mutex)  #",
@@ -152,3 +153,23 @@ def test_nobody_watches_itself_nor_what_is_gone(starts: Callable[..., Started]) 
         watch(gone.life, lambda: pytest.fail("it was never watched"))
     assert own_life().token not in deaths._watched
     assert gone.life.token not in deaths._watched
+
+
+@pytest.mark.parametrize("name", ["_make_mutex", "threading.Thread.start", "_hold"])
+def test_a_process_that_nobody_can_watch_says_so_each_time_and_keeps_no_file_open(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without robust mutexes, without a thread, and with one that does not come to run."""
+
+    def refused(*_: object) -> None:
+        if name != "_hold":
+            raise RuntimeError("there is no more")
+
+    monkeypatch.setattr(deaths, "_own", None)
+    monkeypatch.setattr(deaths, "HELD_SECONDS", 0.01 if name == "_hold" else deaths.HELD_SECONDS)
+    monkeypatch.setattr(f"shoal.process.deaths.{name}", refused)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208 - as many as are open now
+    for _ in range(2):
+        with pytest.raises((RuntimeError, TimeoutError)):
+            own_life()
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

@@ -150,6 +150,22 @@ def test_what_is_no_file_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> 
         os.close(end)
 
 
+@pytest.mark.parametrize("name", ["own_life", "watch"])
+def test_members_that_cannot_watch_each_other_share_memory_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def act(group: Group) -> None:
+        counts = counted(group)
+        swap(group)
+        assert counts.sent == SHORT
+
+    monkeypatch.setattr(f"shoal.group.host_peers.{name}", no_thread)
+    over_gloo(2, act)
+
+
 def _refused(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -75,7 +75,7 @@ class HostPeers:
     def announce(self, members: int) -> bytes:
         """What this process says of itself where members meet, as `ANNOUNCED` has it."""
         memory = life = b""
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
             self._memory = SharedMemory(members)
             memory = self._memory.address.to_bytes()
             life = own_life().to_bytes()
@@ -97,7 +97,7 @@ class HostPeers:
         for peer in ((rank + distance) % size for distance in range(1, size)):
             if hosts[peer] != hosts[rank]:
                 continue
-            with contextlib.suppress(OSError, struct.error):
+            with contextlib.suppress(OSError, RuntimeError, struct.error):
                 address, life = map(MemoryAddress.from_bytes, ANNOUNCED.unpack(announced[peer]))
                 if address.is_seen_from(self._memory.address):
                     self._opened[peer] = OpenedMemory(address, rank, size)
@@ -159,7 +159,7 @@ class _Memory:
     """
 
     def __init__(self, descriptor: int, members: int) -> None:
-        """Raises `ValueError` where the descriptor's file is too short for it."""
+        """Raises `OSError`, too where the descriptor's file is too short for it."""
         self._first = TOKEN_BYTES + members
         self._head = _head_bytes(members)
         self._mapped = map_shared(descriptor, self._head + PLACES * PLACE_BYTES)
@@ -248,8 +248,6 @@ class OpenedMemory:
         descriptor = open_at(address)
         try:
             memory = _Memory(descriptor, members)
-        except ValueError as error:  # shorter than such memory
-            raise FileNotFoundError(str(error)) from None
         finally:
             os.close(descriptor)
         memory.on_opened(rank)

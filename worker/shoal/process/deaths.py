@@ -29,6 +29,8 @@ MOST_BYTES = 64
 """Of a `pthread_mutex_t` and of its attributes: 40 and 4 on x86-64, 48 and 8 on ARM."""
 PROCESS_SHARED = ROBUST = 1
 """PTHREAD_PROCESS_SHARED and PTHREAD_MUTEX_ROBUST, of Linux."""
+HELD_SECONDS = 10.0
+"""For so long the thread that is to hold the mutex is waited for."""
 
 _libc = ctypes.CDLL(None)
 _lock = threading.Lock()
@@ -38,7 +40,9 @@ _watched: dict[bytes, Callable[[], None]] = {}
 
 
 def own_life() -> MemoryAddress:
-    """Return where others watch this process. Raises `OSError` or `AttributeError` where the system has no means."""
+    """Return where others watch this process. Raises `OSError` or `AttributeError` where the system has no means,
+    `RuntimeError` where it gives no thread.
+    """
     global _own
     with _lock:
         if _own is None:
@@ -48,7 +52,8 @@ def own_life() -> MemoryAddress:
 
 def watch(life: MemoryAddress, on_death: Callable[[], None]) -> None:
     """Call `on_death`, on a thread of its own, when another process has died. For a process that is watched already it
-    replaces what was to be called. Raises `OSError` where that process's memory cannot be opened.
+    replaces what was to be called. Raises `OSError` where that process's memory cannot be opened, `RuntimeError` where
+    the system gives no thread.
     """
     if life.process == os.getpid():
         return
@@ -66,14 +71,14 @@ def _open(life: MemoryAddress) -> mmap.mmap:
     descriptor = open_at(life)
     try:
         return map_shared(descriptor, mmap.PAGESIZE)
-    except ValueError as error:  # shorter than such memory
-        raise FileNotFoundError(str(error)) from None
     finally:
         os.close(descriptor)
 
 
 def _wait_for_death(token: bytes, memory: mmap.mmap) -> None:
-    """The first one to have the mutex says in the memory what it has seen, for those that have it later."""
+    """The first one to have the mutex says in the memory what it has seen, for those that have it later: without
+    `pthread_mutex_consistent` the C library need not wake them.
+    """
     _block_signals()
     mutex = _address(memory)
     code = _libc.pthread_mutex_lock(mutex)
@@ -98,21 +103,30 @@ class OwnLife:
     """This process's mutex, held by a thread."""
 
     def __init__(self) -> None:
-        """Raises `OSError`, `AttributeError`."""
-        descriptor = make(LIFE, mmap.PAGESIZE)  # open as long as the process lives
-        self.memory, self.address = map_shared(descriptor, mmap.PAGESIZE), address_of(descriptor)
-        attributes = ctypes.byref(ctypes.create_string_buffer(MOST_BYTES))
-        mutex = _address(self.memory)
-        _check(_libc.pthread_mutexattr_init(attributes))
-        _check(_libc.pthread_mutexattr_setpshared(attributes, PROCESS_SHARED))
-        _check(_libc.pthread_mutexattr_setrobust(attributes, ROBUST))
-        _check(_libc.pthread_mutex_init(mutex, attributes))
-        is_held = threading.Event()
-        threading.Thread(target=_hold, args=(self.memory, is_held), name="shoal-life", daemon=True).start()
-        is_held.wait()
+        """Raises `OSError`, `AttributeError`, `RuntimeError`."""
+        descriptor, is_held = make(LIFE, mmap.PAGESIZE), threading.Event()
+        try:  # open as long as the process lives
+            self.memory, self.address = map_shared(descriptor, mmap.PAGESIZE), address_of(descriptor)
+            _make_mutex(_address(self.memory))
+            threading.Thread(target=_hold, args=(self.memory, is_held), name="shoal-life", daemon=True).start()
+            if not is_held.wait(HELD_SECONDS):
+                raise TimeoutError(f"a thread of this process has not begun within {HELD_SECONDS:g} s")
+        except BaseException:
+            os.close(descriptor)
+            raise
 
-    def mark_end(self) -> None:
-        self.memory[MARK_AT : MARK_AT + 1] = ENDS_BY_ITSELF
+
+def _make_mutex(mutex: ctypes.c_void_p) -> None:
+    """Raises `OSError`, `AttributeError`."""
+    attributes = ctypes.byref(ctypes.create_string_buffer(MOST_BYTES))
+    codes = (
+        _libc.pthread_mutexattr_init(attributes),
+        _libc.pthread_mutexattr_setpshared(attributes, PROCESS_SHARED),
+        _libc.pthread_mutexattr_setrobust(attributes, ROBUST),
+        _libc.pthread_mutex_init(mutex, attributes),
+    )
+    if code := max(codes):
+        raise OSError(code, os.strerror(code))
 
 
 def _hold(memory: mmap.mmap, is_held: threading.Event) -> None:
@@ -124,12 +138,6 @@ def _hold(memory: mmap.mmap, is_held: threading.Event) -> None:
     is_held.set()
     while True:
         _libc.pause()
-
-
-def _check(code: int) -> None:
-    """Raises `OSError`."""
-    if code:
-        raise OSError(code, os.strerror(code))
 
 
 def _address(memory: mmap.mmap) -> ctypes.c_void_p:
@@ -144,7 +152,7 @@ def _block_signals() -> None:
 
 def _mark_end() -> None:
     if _own is not None and _own.address.process == os.getpid():  # else a child of which Python knows nothing
-        _own.mark_end()
+        _own.memory[MARK_AT : MARK_AT + 1] = ENDS_BY_ITSELF
 
 
 def _forget() -> None:

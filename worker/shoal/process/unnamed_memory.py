@@ -89,8 +89,11 @@ def address_of(descriptor: int) -> MemoryAddress:
 
 
 def map_shared(descriptor: int, size: int) -> mmap.mmap:
-    """So much of it, as all who map it see it. Raises `ValueError` where the descriptor's file is shorter."""
-    mapped = mmap.mmap(descriptor, size)
+    """So much of it, as all who map it see it. Raises `OSError`, too where the descriptor's file is shorter."""
+    try:
+        mapped = mmap.mmap(descriptor, size)
+    except ValueError as error:
+        raise FileNotFoundError(str(error)) from None
     mapped.madvise(mmap.MADV_DONTFORK)
     _mapped.add(mapped)
     return mapped
