@@ -21,8 +21,21 @@ pytestmark = check("starts processes")
 PATIENCE_SECONDS = 100.0
 KEEPS_A_THREAD = "import threading, time; threading.Thread(target=lambda: time.sleep(1000), daemon=True).start()"
 """Python takes down the modules that such a thread still uses, before the process has ended."""
+FAILS_AT_ITS_END = "import threading; threading._register_atexit(lambda: 1 / 0)"
+ENDS = ("", KEEPS_A_THREAD, "sys.exit(3)", "raise ValueError('an error of the script')", FAILS_AT_ITS_END)
 LIVES = "import os, sys; from shoal.process import deaths; print(deaths.own_life().to_bytes().hex(), flush=True);"
 WAITS = "sys.stdin.read(1)"
+IN_A_CHILD = """
+import multiprocessing, os
+from shoal.process import deaths
+asked = os.dup(0)
+def child():
+    print(deaths.own_life().to_bytes().hex(), flush=True)
+    os.read(asked, 1)
+begun = multiprocessing.get_context("fork").Process(target=child)
+begun.start(), begun.join()
+"""
+"""Where `atexit` is not heard of."""
 WATCHES = """
 import sys
 from shoal.process import deaths
@@ -89,6 +102,8 @@ def await_watcher(life: MemoryAddress) -> None:
     broken_by=[
         Edit("shoal.process.deaths", "        if _mark_in(memory) == LIVES:\n", "        if True:\n"),
         Edit("shoal.process.deaths", "        _libc.pthread_mutexattr_setrobust(attributes, ROBUST),\n", ""),
+        Edit("shoal.process.deaths", "atexit.register(_mark_end)\nthreading.", "threading."),
+        Edit("shoal.process.deaths", "threading._register_atexit(_mark_end)", "threading"),
         Edit(
             "shoal.process.deaths",
             "        _libc.pthread_mutex_unlock(mutex)  #",
@@ -97,11 +112,11 @@ def await_watcher(life: MemoryAddress) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("end", ["", KEEPS_A_THREAD, "sys.exit(3)", "raise ValueError('an error of the script')"])
+@pytest.mark.parametrize("program", [*(f"{LIVES}{WAITS}\n{end}" for end in ENDS), IN_A_CHILD])
 def test_a_killed_process_is_seen_to_die_and_one_that_ends_by_itself_is_not(
-    starts: Callable[..., Started], end: str
+    starts: Callable[..., Started], program: str
 ) -> None:
-    killed, ends, died = starts(LIVES + WAITS), starts(f"{LIVES}{WAITS}\n{end}"), list[str]()
+    killed, ends, died = starts(LIVES + WAITS), starts(program), list[str]()
     watch(killed.life, lambda: died.append("killed"))
     watch(ends.life, lambda: died.append("ended"))
     ends.go_on()

@@ -162,4 +162,5 @@ def _forget() -> None:
 
 
 atexit.register(_mark_end)
+threading._register_atexit(_mark_end)  # type: ignore[attr-defined]  # all that a child of multiprocessing calls
 os.register_at_fork(after_in_child=_forget)
