@@ -150,6 +150,17 @@ def test_what_is_no_file_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> 
         os.close(end)
 
 
+@holds("Memory that members of one host")
+def test_memory_of_another_user_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in it may be a mutex, which the C library believes."""
+    memory, user = SharedMemory(2), os.geteuid()
+    OpenedMemory(memory.address, 1, 2).close()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(FileNotFoundError, match="is no memory of Shoal's"):
+        OpenedMemory(memory.address, 1, 2)
+    memory.close()
+
+
 @pytest.mark.parametrize("name", ["own_life", "watch"])
 def test_members_that_cannot_watch_each_other_share_memory_all_the_same(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -230,7 +241,7 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
 @rule(
     "Memory that members of one host share belongs to one group, and only a message of the group says that bytes "
     "in it are whole; who has not opened it, and who finds no room, is sent the bytes; no other file is opened "
-    "in its place, not even one that was just made",
+    "in its place, not even one that was just made, nor what another user has made",
     "Groups",
     broken_by=[
         Edit(
@@ -252,6 +263,12 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
         ),
         Edit("shoal.group.host_peers", "not memory.is_open(reader) or ", ""),
         Edit("shoal.group.host_peers", "            memory.mark(place, count, TAKEN)\n", ""),
+        Edit(
+            "shoal.process.unnamed_memory",
+            " or status.st_uid != os.geteuid()",
+            "",
+            by="test_memory_of_another_user_is_not_opened",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["a file", "a new file", "memory of others", "a pipe", "another memory", "nothing"])

@@ -103,10 +103,12 @@ def open_at(address: MemoryAddress) -> int:
     """A descriptor of another process's. Raises `OSError` where it cannot be opened, or is not there any more.
 
     Never opens a device or a pipe, which would do something when they are opened, nor a file of somebody else: the
-    process may have closed its memory by now, and the number be that of a file that it has just begun to write.
+    process may have closed its memory by now, and the number be that of a file that it has just begun to write. Nor
+    what another user has made: what lies there may be a mutex, in which the C library follows pointers.
     """
     path = f"/proc/{address.process}/fd/{address.descriptor}"
-    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - beside `os.open`
+    status = os.stat(path)  # noqa: PTH116 - beside `os.open`
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise FileNotFoundError(f"{path} is no memory of Shoal's")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
