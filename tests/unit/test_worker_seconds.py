@@ -84,7 +84,7 @@ def adds_up(job: Driver) -> bool:
         ),
         Edit(
             "shoal_controller.core.machine.phases.worker_seconds",
-            "paces = [durable.lane_seconds(world.members[rank].worker) or 1.0 for rank in world.trainers]",
+            "paces = [durable.lane_seconds(world.members[rank].worker) for rank in world.trainers]",
             "paces = [1.0 for _ in world.trainers]",
             by="test_lanes_by_speed_idle_no_more_than_a_step_is_longer_than_a_workers_lanes",
         ),

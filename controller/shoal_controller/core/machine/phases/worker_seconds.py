@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal_protos.messages import MemberState
+from shoal_protos.plan import Plan
 
 from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.figures import Figures, Use
@@ -66,22 +67,29 @@ def settle(durable: Durable, figures: Figures, steps: int, seconds: float) -> Fi
     `figures.step + steps`: what was in steps, of that what idled for lack of lanes, and what was not. Workers say their
     steps with heartbeats, which come in the middle of another one: the time of that one stays unsettled.
     """
-    world, made_of = durable.current, durable.description
-    if world is None or made_of is None or not world.trainers:
+    world = durable.current
+    if world is None or not world.trainers:
         return figures
     of_a_step = seconds * len(world.trainers)
     in_steps = min(figures.unsettled_seconds, steps * of_a_step)
     under_way = min(figures.unsettled_seconds - in_steps, of_a_step)
-    counts = [len(world.lanes_of(rank)) for rank in world.trainers]
-    paces = [durable.lane_seconds(world.members[rank].worker) or 1.0 for rank in world.trainers]
-    in_lanes = sum(count * pace for count, pace in zip(counts, paces, strict=True))
-    worked = in_steps * in_lanes / (len(counts) * seconds_of_step(counts, paces, made_of.adds_by_rounds))
+    worked = in_steps * _part_in_lanes(durable, world)
     made_again = min(steps, max(0, figures.highest_step - figures.step)) / steps
     figures = figures.used(Use.LOST_STEP, worked * made_again).used(Use.TRAINING, worked * (1 - made_again))
     figures = figures.used(Use.IDLE_LANE, in_steps - worked)
     figures = figures.used(Use.PAUSED, figures.unsettled_seconds - in_steps - under_way)
     highest = max(figures.highest_step, figures.step + steps)
     return replace(figures, unsettled_seconds=under_way, highest_step=highest)
+
+
+def _part_in_lanes(durable: Durable, world: Plan) -> float:
+    """Return the part of a step for which its trainers are in lanes: the others' are longer, or more."""
+    counts, made_of = [len(world.lanes_of(rank)) for rank in world.trainers], durable.description
+    if not durable.sharing.seconds or made_of is None:
+        return sum(counts) / (len(counts) * max(counts))
+    paces = [durable.lane_seconds(world.members[rank].worker) for rank in world.trainers]
+    in_lanes = sum(count * pace for count, pace in zip(counts, paces, strict=True))
+    return in_lanes / (len(counts) * seconds_of_step(counts, paces, made_of.adds_by_rounds))
 
 
 def end(figures: Figures) -> Figures:
