@@ -28,6 +28,17 @@ def refused(job: Driver, request: Event) -> str:
     return str(error.value)
 
 
+def test_an_evicted_worker_may_be_confirmed_dead_though_its_stream_has_not_broken() -> None:
+    job = training(3)
+    del job.connections["w2"], job.statuses["w2"]  # it is frozen: nothing comes through its stream
+    job.wait(10.0)
+    job.recover()
+    assert job.job.durable.roster["w2"].standing is Standing.LOST
+    assert job.job.processes["w2"].connection is not None
+    job.feed(ConfirmLost("w2"))
+    assert job.job.durable.roster["w2"].standing is Standing.DEAD
+
+
 def test_scaling_outside_the_bounds_names_both() -> None:
     job = Driver(wanted=3, min_workers=2, max_workers=5)
     assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; expected from 2 to 5."
