@@ -151,3 +151,10 @@ def test_a_pointer_is_counted_modulo_the_length_of_its_ring() -> None:
     joins.declare("at", Join("sum", modulo=5))
     with pytest.raises(UserError, match=r'"queue" has 6 rows, and its pointer "at" is counted modulo 5; .* modulo=6'):
         joins.declare("queue", Join("writes", pointer="at"))
+
+
+def test_a_pointer_is_of_the_same_stage_of_a_pipeline() -> None:
+    joins = DeclaredJoins(BUFFERS, elsewhere=[{"1.at": torch.zeros((), dtype=torch.long)}])
+    joins.declare("1.at", Join("sum"))
+    with pytest.raises(UserError, match=r'declared with pointer="1\.at", which another process of a pipeline has'):
+        joins.declare("queue", Join("writes", pointer="1.at"))

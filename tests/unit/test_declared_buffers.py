@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from integration.scripts import WIDTH, Model
+from integration.scripts import Model
 from matrices import shortened
+from queue_buffers import LENGTH, Queue, declare
 from rule import Edit, holds, rule
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
@@ -21,33 +22,11 @@ from shoal_protos.errors import UserError
 from tensor_parallel import CellTask, Parallel, crew_of
 from torch import Tensor, nn
 
-LENGTH, STEPS = 22, 5
-"""Of the queue, which 8 keys of a step do not fill evenly; and steps of a job."""
+STEPS = 5
 WARNING = "lanes_differ_in_a_buffer"
 
 Keys = tuple[Tensor, Tensor]  # (batch, WIDTH) and (batch,) int64
 Recorded = dict[tuple[int, int, int], Keys]
-
-
-class Queue(nn.Module):
-    """MoCo's, as it is written there: the queue is turned; with labels, which are often those that were there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.register_buffer("queue", nn.functional.normalize(torch.randn(WIDTH, LENGTH), dim=0))
-        self.register_buffer("labels", torch.zeros(LENGTH, dtype=torch.long))
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int32))
-
-    @torch.no_grad()
-    def put(self, keys: Tensor, labels: Tensor) -> None:
-        places = (int(self.at) + torch.arange(len(keys))) % LENGTH
-        self.queue[:, places] = keys.T
-        self.labels[places] = labels
-        self.at[0] = (self.at[0] + len(keys)) % LENGTH
-        self.seen += len(keys)
 
 
 class Moco(nn.Module):
@@ -64,13 +43,6 @@ class Moco(nn.Module):
         self.written = keys.detach().clone(), tokens[:, 0] % 2
         self.memory.put(*self.written)
         return loss
-
-
-def declare(engine: Engine) -> None:
-    engine.buffer("memory.at", join="sum", modulo=LENGTH)
-    engine.buffer("memory.queue", join="writes", dim=1)
-    engine.buffer("memory.labels", join="writes", pointer="memory.at")
-    engine.buffer("memory.seen", join="sum")
 
 
 def warned(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -31,7 +31,8 @@ def module_with(**buffers: Tensor) -> nn.Module:
 
 def exchanged(buffers: ModuleBuffers, lanes: int, group: SoloGroup | None = None) -> dict[str, Tensor]:
     """What a world of one commits."""
-    plan, layout = SimpleNamespace(trainer_of=lambda *_: 0), SimpleNamespace(part=WHOLE)
+    plan = SimpleNamespace(trainer_of=lambda *_: 0, members=(SimpleNamespace(coordinate=0),))
+    layout = SimpleNamespace(part=WHOLE)
     coordinates = SimpleNamespace(mates=(0,))
     traffic = SimpleNamespace(
         plan=plan, layout=layout, coordinates=coordinates, lane_spans=(((0, lanes),),), other_mates=()
@@ -129,7 +130,7 @@ def test_a_job_that_declares_nothing_gathers_a_flag_for_each_buffer_and_no_more(
             assert group.rows == [[1, 1, 0]] * 2
             group.rows.clear()
     flags, digest, count, *later = group.rows
-    assert flags == [5, 5, 0] and len(digest) == 32 and count == [1] + [0] * 7
+    assert flags == [13, 5, 0] and len(digest) == 32 and count == [1] + [0] * 7
     assert later == [flags, count], "what is declared is compared once in a world"
 
 

@@ -3,7 +3,8 @@
 First all tell which buffers they have changed. Where any member has declared how a buffer is joined, all compare what
 they have declared, once in a world, before a message depends on it. Sums of subtrees of lanes then go to all, lane 0's
 values from the member that trained it, and written rows from each that wrote some; a job that declares nothing sends
-neither numbers of rows nor rows. In a cell each coordinate has buffers of its own, joined by the members there.
+neither numbers of rows nor rows. In a cell each coordinate has buffers of its own, joined by the members there. What
+all members gather is equally long at every coordinate, though a stage of a pipeline may have fewer buffers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from shoal_protos.plan import Plan
 from torch import Tensor
 
 from shoal.core.tree import fold
-from shoal.exchange.buffer_joins import NOT_DECLARED, LaneRows, join_rows
+from shoal.exchange.buffer_joins import NOT_DECLARED, OF_ROWS, LaneRows, join_rows
 from shoal.exchange.lane_results import LaneResults
 from shoal.exchange.packing import as_bytes_tensor, contents_of
 from shoal.exchange.traffic import BUFFERS, Traffic
 from shoal.group.group import Group, Work
 
-CHANGED, DIFFERS, DECLARED = 1, 2, 4
+CHANGED, DIFFERS, DECLARED, WRITTEN = 1, 2, 4, 8
 """Flags of one buffer."""
 Joined = dict[str, Tensor]
 """New values by name, each of its buffer's shape and dtype."""
@@ -37,8 +38,10 @@ class BufferExchange:
         self,
         committed: Mapping[str, Tensor],  # each of its own shape and dtype
         results: LaneResults,
+        most: int,
     ) -> None:
-        self._committed, self._results = committed, results
+        """`most`: how many buffers a member has at most, at any coordinate."""
+        self._committed, self._results, self._most = committed, results, most
         self._agreed: Group | None = None
         """The one in which all have declared the same."""
 
@@ -46,16 +49,16 @@ class BufferExchange:
         """The new values of the buffers that some lane has changed. Raises `JobFailed` naming a member that has
         declared otherwise, and `WorldChanged`.
         """
-        changed = self._changed_anywhere(group, traffic)
+        flags = self._flags_of_all(group, traffic)
+        changed, written = self._changed_anywhere(group, traffic, flags), _most_written(flags, traffic.plan)
         results, joined = self._results, Joined()
         for dtype in (torch.float32, torch.float64, torch.int64):
             names = [name for name in changed if results.sum_dtype(name) is dtype]
             if names:
                 joined |= self._add_up(group, traffic, names)
         joined |= self._copy_lane_0(group, traffic, self._of_kind(changed, "lane0"))
-        names = self._of_kind(changed, "rows", "writes")
-        if names:
-            joined |= self._write_rows(group, traffic, names)
+        if written:
+            joined |= self._write_rows(group, traffic, self._of_kind(changed, *OF_ROWS), written)
         results.differences.compare(joined, self._committed, results.lanes)
         if self._is_first(group, traffic):
             results.differences.show(set(results.differences.found), is_first=True)
@@ -68,20 +71,32 @@ class BufferExchange:
     def _is_first(group: Group, traffic: Traffic) -> bool:
         return group.rank == min(traffic.coordinates.mates)
 
-    def _changed_anywhere(self, group: Group, traffic: Traffic) -> list[str]:
-        """In the order of the buffers."""
-        results, names = self._results, list(self._committed)
+    def _flags_of_all(self, group: Group, traffic: Traffic) -> Tensor:  # (members, most) uint8
+        """By rank, in the order of its buffers. Raises as `join` does."""
+        results = self._results
         flags = [
             CHANGED * (name in results.changed)
             + DIFFERS * (name in results.differences.found)
             + DECLARED * (name in results.joins.declared)
-            for name in names
+            + WRITTEN * (name in results.changed and results.joins[name].kind in OF_ROWS)
+            for name in self._committed
         ]
-        rows = group.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"))  # (members, buffers)
-        if any((rows & DECLARED).amax(dim=0).tolist()) and self._agreed is not group:
+        padding = [0] * (self._most - len(flags))
+        rows = group.all_gather(torch.tensor(flags + padding, dtype=torch.uint8, device="cpu"))
+        if (rows & DECLARED).any() and self._agreed is not group:
             _agree(group, traffic.plan, results.joins.texts)
             self._agreed = group
-        mates = rows[list(traffic.coordinates.mates)]
+        return rows
+
+    def _changed_anywhere(
+        self,
+        group: Group,
+        traffic: Traffic,
+        rows: Tensor,  # (members, most) uint8
+    ) -> list[str]:
+        """In the order of the buffers. `rows`: the flags of all."""
+        results, names = self._results, list(self._committed)
+        mates = rows[list(traffic.coordinates.mates)][:, : len(names)]
         changed, differs = ((mates & flag).amax(dim=0).tolist() for flag in (CHANGED, DIFFERS))
         found = {name for name, flag in zip(names, differs, strict=True) if flag}
         if found:
@@ -133,9 +148,11 @@ class BufferExchange:
         group.wait(works)
         return joined
 
-    def _write_rows(self, group: Group, traffic: Traffic, names: Sequence[str]) -> Joined:
-        """First all tell how many rows each of their lanes has written."""
-        counts, results = self._counts(group, names), self._results
+    def _write_rows(self, group: Group, traffic: Traffic, names: Sequence[str], most: int) -> Joined:
+        """First all tell how many rows each of their lanes has written. `most`: of how many buffers a member does at
+        most.
+        """
+        counts, results = self._counts(group, names, most), self._results
         works, coming, kept = list[Work](), list[tuple[str, Mapping[int, int], Tensor]](), list[Tensor]()
         for place, name in enumerate(names):
             if name in results.rows:
@@ -154,9 +171,11 @@ class BufferExchange:
             written[name] |= _unpacked(message, counted, self._committed[name].dtype)
         return {name: self._joined(name, written[name]) for name in names}
 
-    def _counts(self, group: Group, names: Sequence[str]) -> Tensor:  # (members, names, the job's lanes) int64
+    def _counts(
+        self, group: Group, names: Sequence[str], most: int
+    ) -> Tensor:  # (members, most, the job's lanes) int64
         """How many rows each lane has written; a member tells of its own."""
-        mine = torch.zeros(len(names), self._results.lanes, dtype=torch.int64, device="cpu")
+        mine = torch.zeros(most, self._results.lanes, dtype=torch.int64, device="cpu")
         for place, name in enumerate(names):
             for lane, rows in self._results.rows.get(name, {}).items():
                 mine[place, lane] = len(rows.at)
@@ -171,6 +190,17 @@ class BufferExchange:
     def _joined(self, name: str, each: Mapping[int, LaneRows]) -> Tensor:  # of its own shape and dtype
         lanes = [each[lane] for lane in sorted(each)]
         return join_rows(self._results.joins[name], self._committed[name], lanes)
+
+
+def _most_written(
+    rows: Tensor,  # (members, most) uint8: the flags of all
+    plan: Plan,
+) -> int:
+    """How many buffers are joined by rows at the coordinate that has most of them."""
+    if not (rows & WRITTEN).any():
+        return 0
+    at = torch.tensor([member.coordinate for member in plan.members], device="cpu")
+    return max(int((rows[at == one] & WRITTEN).amax(dim=0).count_nonzero()) for one in at.unique())
 
 
 def _packed(written: Mapping[int, LaneRows]) -> Tensor:  # (bytes,) uint8

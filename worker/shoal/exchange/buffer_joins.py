@@ -88,15 +88,19 @@ def undeclared(
 
 
 class DeclaredJoins:
-    """The joins of one module's persistent buffers, by name."""
+    """The joins of one model's persistent buffers, by name."""
 
     def __init__(
         self,
         buffers: Mapping[str, Tensor],  # each of its own shape and dtype
         others: Iterable[str] = (),
+        elsewhere: Sequence[Mapping[str, Tensor]] = (),  # each of its own shape and dtype
     ) -> None:
-        """`others`: names of the buffers that are not persistent."""
-        self._buffers, self._others = buffers, frozenset(others)
+        """`others`: names of the buffers that are not persistent. `elsewhere`: by other places of a pipeline, the
+        buffers there: each member declares those of all stages.
+        """
+        self._places, self._others = [buffers, *elsewhere], frozenset(others)
+        self._buffers = {name: buffer for place in self._places for name, buffer in place.items()}
         self._undeclared = {name: undeclared(buffer) for name, buffer in buffers.items()}
         self.declared: dict[str, Join] = {}
 
@@ -150,6 +154,11 @@ class DeclaredJoins:
             raise UserError(
                 f'buffer "{name}" is declared with pointer={pointer!r}; expected the name of a buffer of one whole '
                 'number that was declared with join="sum" before.'
+            )
+        if not any(name in place and pointer in place for place in self._places):
+            raise UserError(
+                f'buffer "{name}" is declared with pointer="{pointer}", which another process of a pipeline has; '
+                "expected a buffer of its own stage."
             )
         if found.modulo not in (None, length):
             raise UserError(

@@ -13,6 +13,8 @@ whether it was written. Writes through `.data` are not counted; see `_look_close
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
@@ -71,16 +73,19 @@ def _refuse_shared_elements(
 class ModuleBuffers:
     """The step's buffers (`committed`), what the lanes made of them, and what the next commit brings (`pending`)."""
 
-    def __init__(self, module: nn.Module, lanes: int) -> None:
+    def __init__(self, module: nn.Module, lanes: int, others: Sequence[nn.Module] = ()) -> None:
+        """`others`: what other places of a pipeline have."""
         self._module = module
         found = persistent_buffers(module)
         _refuse_shared_elements(found)
         self.committed = {name: buffer.clone() for name, buffer in found.items()}
         own = (plain_name(name) for name, _ in module.named_buffers() if plain_name(name) not in found)
-        self.joins = DeclaredJoins(self.committed, own)
+        elsewhere = [persistent_buffers(one) for one in others]
+        self._most = max(map(len, (found, *elsewhere)))
+        self.joins = DeclaredJoins(self.committed, own, elsewhere)
         """How lanes are joined, as far as the script has declared it."""
         self._results = LaneResults(self.committed, self.joins, lanes, _buffers_of_norms(module))
-        self._exchange = BufferExchange(self.committed, self._results)
+        self._exchange = BufferExchange(self.committed, self._results, self._most)
         self.pending: dict[str, Tensor] = {}
         self._unwritten: dict[str, tuple[Tensor, int]] = {}
         """Buffers by name: the tensor that had the committed value, and its version counter then."""
@@ -199,7 +204,7 @@ class ModuleBuffers:
     def exchange(self, group: Group, traffic: Traffic) -> None:
         """Leaves the buffers of the coming commit in `pending`, the same on every member."""
         self.pending = {}
-        if self.committed:
+        if self._most:
             self.pending = self._exchange.join(group, traffic)
 
     @torch.no_grad()

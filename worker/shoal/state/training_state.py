@@ -208,7 +208,7 @@ class TrainingState:
             self.sums.reduced.find_for_copies = copies.memory if copies is not None else None
         self.weights = by_stage.weights(self.held.segments, self.flats)
         """The parameters of the blocks that are held, at least."""
-        self.buffers = ModuleBuffers(module, limits.lanes)
+        self.buffers = ModuleBuffers(module, limits.lanes, [one for one in self.modules if one is not module])
         here = {name: local_of(parameter) for name, parameter in self._named().items()}
         self.module_guard = ModuleGuard(module, here, self.memory.always_here, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
