@@ -6,7 +6,12 @@ import pytest
 import shoal
 import shoal.deepspeed as deepspeed
 import torch
-from shoal.training.start import _check_place, part_of
+from shoal.cells.hub import CellHub
+from shoal.cells.stages import built_stages
+from shoal.optim.elementwise import check_optimizer
+from shoal.optim.several import several
+from shoal.state.training_state import Limits
+from shoal.training.start import _check_place, in_cell, part_of
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from torch import nn
@@ -35,6 +40,21 @@ def test_a_parameter_that_is_divided_among_contexts_is_refused() -> None:
         ):
             part_of(model, shape, 0)
     assert part_of(model, TWO, 0).own == frozenset(), "one context has all of it"
+
+
+@pytest.mark.parametrize("shape", [TWO, Shape(context=2), Shape(expert=2), Shape(pipeline=2)], ids=str)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_an_optimizer_of_whole_tensors_is_refused_in_every_shape_before_its_groups_are_looked_at(
+    name: str, shape: Shape
+) -> None:
+    model = built_stages(lambda _: nn.Linear(4, 4), shape.pipeline, 0, shape.pipeline)
+    matrices, vectors = ([one for one in model.parameters() if one.ndim == ndim] for ndim in (2, 1))
+    optimizer = several([getattr(torch.optim, name)(matrices), torch.optim.AdamW(vectors)])
+    check_optimizer(optimizer, False)
+    with pytest.raises(
+        UserError, match=f"{name} updates whole tensors, .* use an elementwise optimizer, such as AdamW"
+    ):
+        in_cell(Limits(lanes=2, clipping=0.0, last_step=1), model, optimizer, CellHub(shape, 0))
 
 
 def test_deepspeeds_door_is_refused_for_a_model_that_is_no_pipeline() -> None:

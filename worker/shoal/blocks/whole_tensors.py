@@ -143,12 +143,6 @@ class WholeTensors:
             for slot in bucket.slots
         )
         """Of all such tensors, in the layout's order."""
-        if self.places and layout.part.coordinates > 1:
-            name = self.update_of(self.places[0][0].group).name
-            raise UserError(
-                f"{name} updates whole tensors, and each process of a cell may have a part of one; not supported yet. "
-                "Leave `shoal.cell` out, or use an elementwise optimizer, such as AdamW."
-            )
         for bucket, slot in self.places:
             self.update_of(bucket.group).check(slot.parameter.name, slot.parameter.shape)
         self.odd = OddStates(layout, updates)
