@@ -54,7 +54,7 @@ import os, signal, sys
 def write(*words):  # a line at once, from a signal's handler too, beside other processes that write to the same pipe
     os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
 """
-TELLS = "import os, sys; print(sys.argv[1:], os.environ['SHOAL_JOB'], os.environ['MINE'], os.getcwd()); sys.exit(%s)"
+TELLS = WRITE + "write(sys.argv[1:], os.environ['SHOAL_JOB'], os.environ['MINE'], os.getcwd()); sys.exit(%s)"
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
