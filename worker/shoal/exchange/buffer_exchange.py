@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -83,7 +84,7 @@ class BufferExchange:
         ]
         padding = [0] * (self._most - len(flags))
         rows = group.all_gather(torch.tensor(flags + padding, dtype=torch.uint8, device="cpu"))
-        if (rows & DECLARED).any() and self._agreed is not group:
+        if any((rows & DECLARED).amax(dim=0).tolist()) and self._agreed is not group:
             _agree(group, traffic.plan, results.joins.texts)
             self._agreed = group
         return rows
@@ -197,10 +198,11 @@ def _most_written(
     plan: Plan,
 ) -> int:
     """How many buffers are joined by rows at the coordinate that has most of them."""
-    if not (rows & WRITTEN).any():
-        return 0
-    at = torch.tensor([member.coordinate for member in plan.members], device="cpu")
-    return max(int((rows[at == one] & WRITTEN).amax(dim=0).count_nonzero()) for one in at.unique())
+    ranks = defaultdict[int, list[int]](list)
+    for rank, member in enumerate(plan.members):
+        ranks[member.coordinate].append(rank)
+    written = rows & WRITTEN
+    return max(sum(map(bool, written[mates].amax(dim=0).tolist())) for mates in ranks.values())
 
 
 def _packed(written: Mapping[int, LaneRows]) -> Tensor:  # (bytes,) uint8
