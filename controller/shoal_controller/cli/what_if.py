@@ -193,11 +193,13 @@ def _paces(known: dict[str, Any], save: float, write: float, restore: float) -> 
     }  # fmt: skip
     for flag, value in named.items():
         _within(flag, value, 0, MOST_SECONDS)
-    if step is not None:
+    if step is None:
+        lane = known["lane_seconds"]
+    else:
         _within("--step-seconds", step, LEAST_STEP_SECONDS, MOST_SECONDS)
-    if step is not None and step <= overhead:
-        raise UserError(f"--step-seconds is {step:g}; expected more than {overhead:g}, the overhead of a step.")
-    lane = known["lane_seconds"] if step is None else (step - overhead) * workers / of_lanes
+        if step <= overhead:
+            raise UserError(f"--step-seconds is {step:g}; expected more than {overhead:g}, the overhead of a step.")
+        lane = (step - overhead) * workers / of_lanes
     return Paces(lane, overhead, start, save=save, write=write, restore=restore, of_lanes=of_lanes)
 
 

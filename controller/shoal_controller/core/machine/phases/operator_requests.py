@@ -80,9 +80,13 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
 def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
     """An operator says that a silent worker's process is gone: nobody waits for it any more."""
     record = _find_worker(turn, event.worker)
-    process, is_evicted = turn.process(record.worker), record.standing is Standing.LOST
-    is_heard = process is not None and process.connection is not None and not is_evicted
-    if process is not None and is_heard and record.worker not in silence.silent_workers(turn.job):
+    process = turn.process(record.worker)
+    if (
+        process is not None
+        and process.connection is not None
+        and record.standing is not Standing.LOST  # one that was evicted may keep its stream
+        and record.worker not in silence.silent_workers(turn.job)
+    ):
         raise Conflict(
             f"worker {record.worker} is not lost: it was heard {turn.now - process.last_message_at:.1f} s ago. "
             f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
