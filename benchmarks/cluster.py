@@ -37,7 +37,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is to run."""
 

@@ -39,7 +39,7 @@ def measure(size: str, workers: int, rounds: int) -> dict[str, Rounds]:
         for number, (name, beside) in enumerate(BESIDE.items()):
             arguments = ("--workers", str(workers), "--optimizer", name, "--beside", beside, "--rounds", str(rounds))
             arguments += ("--turns", str(Turns(folder, number, len(BESIDE))))
-            job = Job(size, workers, lanes=workers, script="interleaved.py", arguments=arguments)
+            job = Job(size=size, workers=workers, lanes=workers, script="interleaved.py", arguments=arguments)
             clusters[name] = stack.enter_context(Cluster(job))
         return {name: dict(*one.results(".json", patience=PATIENCE_SECONDS)) for name, one in clusters.items()}
 

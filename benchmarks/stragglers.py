@@ -68,7 +68,7 @@ def run(given: argparse.Namespace, on_slow: str) -> tuple[dict[int, list[Step]],
     arguments = ("--stage", f"{given.stage}", "--factor", f"{given.factor}", "--steps", f"{given.steps}")
     arguments = (*arguments, "--lane-seconds", f"{given.lane_seconds}")
     more = ("--between", *map(str, given.between), "--on-slow", on_slow)
-    job = Job(given.size, given.workers, lanes=given.lanes, mirrors=given.mirrors, script="stragglers.py",
+    job = Job(size=given.size, workers=given.workers, lanes=given.lanes, mirrors=given.mirrors, script="stragglers.py",
               arguments=(*arguments, *more))  # fmt: skip
     with Cluster(job) as cluster:
         cluster.events.until("the end", lambda all_: any(e["kind"] == "succeeded" for e in all_), PATIENCE_SECONDS)

@@ -88,7 +88,10 @@ class World:
             *self.beside,
         )
         arguments += ("--rounds", str(self.rounds), "--steps", str(self.steps))
-        job = Job(self.size, self.workers, self.workers, mirrors, script="interleaved.py", arguments=arguments)
+        job = Job(
+            size=self.size, workers=self.workers, lanes=self.workers, mirrors=mirrors, script="interleaved.py",
+            arguments=arguments,
+        )  # fmt: skip
         hosts = stack.enter_context(Hosts(self.workers)) if self.links else None
         for host in range(1, self.workers + 1) if hosts is not None else ():
             hosts.shape(host, 1_000 * self.links, QUEUE)
