@@ -156,13 +156,21 @@ class Body:
         return engine.step()
 
 
-def made_for(engine: Engine, kind: Any, **named: Any) -> Any:
+def made_for(engine: Engine, kind: Any, activations: Tensor | None = None, **named: Any) -> Any:
+    """`activations`: of the form of those that pass between stages, which are told by them where it is None."""
     module = engine.module
     assert isinstance(module, Stages)
     given = {"loss_fn": engine.loss_fn(loss_of), "scale_grads": False, **named}
     with as_default(HUBS[module]) as group:
         stages = [
-            PipelineStage(stage, int(number), module.count, torch.device("cpu"), group=group)
+            PipelineStage(
+                stage,
+                int(number),
+                module.count,
+                torch.device("cpu"),
+                activations if number != "0" else None,
+                group=group,
+            )
             for number, stage in module.items()
         ]
         several = issubclass(kind, ScheduleInterleaved1F1B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Worker
+from integration.scripts import LENGTH, WIDTH
 from pipeline_parallel import (
     ALL,
     CUBE,
@@ -107,9 +109,9 @@ MORE = [pytest.param(point, marks=check("as at the other points")) for point in 
     "A schedule's stages shake hands anew in every world, and leave no trace in buffers",
     "Cells",
     broken_by=[
-        Edit("shoal.cells.pipelining", " or known[0] is not world", ""),
+        Edit("shoal.cells.pipelining", "known != (generation, samples)", "known is None or known[1] != samples"),
         Edit("shoal.cells.pipelining", "buffer.copy_(before)", "pass"),
-        Edit("shoal.cells.pipelining", " if self._is_line else given", ""),
+        Edit("shoal.cells.pipelining", " or not self._is_line", ""),
     ],
 )
 def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> None:
@@ -120,20 +122,30 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> Non
         assert trained(crew) == one_cell(PIPELINE)
 
 
+def shakes_hands(worker: Worker, point: str) -> bool:
+    """Whether it computes for a handshake with its neighbours."""
+    schedules = worker.engine.training.pipeline._schedules
+    return point == "between" and schedules.is_shaking_hands and worker.engine.context.world is not None
+
+
 def test_a_process_that_is_killed_in_a_handshake_changes_no_bit() -> None:
-    were_shaking_hands = []
+    killed: list[str] = []
 
     def look(worker: Worker, point: str, _: int) -> None:
-        if worker.name == "d" and point == "between":
-            were_shaking_hands.append(worker.engine.training.pipeline._schedules.is_shaking_hands)
+        if worker.name == "d" and shakes_hands(worker, point):
+            worker.killed = True
+            killed.append(worker.name)
 
-    with crew_of("abcdefg", task_of(PIPELINE)) as crew:
-        crew.train_to(2)
-        crew.kill("c")  # g, which knows no shapes, takes its place
-        crew.plant("d", 3, "between")
+    task = task_of(PIPELINE, max_steps=20)
+    with crew_of("ab", task) as crew:
         crew.watchers.append(look)
-        assert trained(crew) == one_cell(PIPELINE)
-    assert were_shaking_hands == [True]
+        crew.train_to(2)
+        for name in "cd":  # who know no shapes
+            crew.add(name, task.at(coordinate_of(name, PIPELINE)))
+        crew.train_until("a death", lambda: bool(killed))
+        several = trained(crew)
+    with crew_of("ab", task) as crew:
+        assert trained(crew) == several
 
 
 @pytest.mark.parametrize("point", ["between", *MORE])
@@ -145,20 +157,60 @@ def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
 
 
 @holds("A schedule's stages shake hands anew")
-def test_stages_that_know_the_shapes_compute_nothing_in_a_handshake() -> None:
+@pytest.mark.parametrize("spares", ["", "e"], ids=["the others know them", "a spare is told by the others"])
+def test_stages_that_know_the_shapes_compute_nothing_in_a_handshake(spares: str) -> None:
     computed: list[str] = []
 
     def look(worker: Worker, point: str, _: int) -> None:
-        if point == "between" and worker.engine.training.pipeline._schedules.is_shaking_hands:
+        if shakes_hands(worker, point):
             computed.append(worker.name)
 
-    with crew_of("abcd", task_of(PIPELINE)) as crew:
+    with crew_of(f"abcd{spares}", task_of(PIPELINE)) as crew:
         crew.watchers.append(look)
         crew.train_to(2)
         assert sorted(computed) == ["a", "b", "c", "d"]
         crew.kill("c")
         assert trained(crew) == one_cell(PIPELINE)
         assert sorted(computed) == ["a", "b", "c", "d"]
+        if spares:
+            assert crew.workers["e"].engine.context.loop.lanes
+
+
+class KnowingBody(Body):
+    """Whose stages are made with what they get."""
+
+    def schedule(self, engine: Engine) -> Any:
+        if engine not in self._schedules:
+            samples = engine.context.config.micro_batch_size // MICRO_BATCHES
+            self._schedules[engine] = made_for(engine, self.kind, torch.empty(samples, LENGTH, WIDTH))
+        return self._schedules[engine]
+
+
+@rule(
+    "A process of a pipeline rehearses a lane alone where it knows what its stages get: the first one does, and others "
+    "whose script says it",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.pipelining", "stage.is_first or stage._user_meta.inputs is not None", "stage.is_first"),
+        Edit("shoal.cells.pipelining", "stage.is_first or stage._user_meta.inputs is not None", "not stage.is_first"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "turns"), [(Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)])
+@pytest.mark.parametrize("says_it", [True, False])
+def test_a_process_that_knows_what_its_stages_get_rehearses_a_lane(says_it: bool, kind: Any, turns: int) -> None:
+    forwards: Counter[str] = Counter()
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "between" and worker.engine.context.world is None:
+            forwards[worker.name] += 1
+
+    task = replace(task_of(PIPELINE, kind=kind, turns=turns), body=(KnowingBody if says_it else Body)(kind))
+    crew = crew_of("ab", task)
+    crew.watchers.append(look)
+    with crew:
+        assert trained(crew) == one_cell(PIPELINE, kind, turns)
+    rehearse = "ab" if says_it else "a" if turns == 1 else ""
+    assert forwards == dict.fromkeys(rehearse, turns * (1 + MICRO_BATCHES)), "for the handshake, and the lane"
 
 
 def run(engine: Engine) -> None:

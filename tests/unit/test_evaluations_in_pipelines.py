@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Task, undisturbed
+from crew import Task, Worker, undisturbed
 from pipeline_parallel import (
     MICRO_BATCHES,
     PIPELINE,
@@ -21,7 +21,7 @@ from pipeline_parallel import (
     made_for,
     stages_of,
 )
-from rule import Edit, rule
+from rule import Edit, holds, rule
 from shoal.training.engine import Engine
 from shoal.training.evaluation import batches_of
 from shoal_protos.shape import Shape
@@ -137,7 +137,7 @@ def test_an_evaluation_by_a_schedule_has_the_numbers_of_the_whole_model(shape: S
     "Cells",
     broken_by=[
         Edit("shoal.training.pipeline", "            with hub.raising():\n", "            if True:\n"),
-        Edit("shoal.cells.pipelining", " or known[1] != samples:\n", ":\n"),
+        Edit("shoal.cells.pipelining", "known != (generation, samples)", "known is None or known[0] != generation"),
     ],
 )
 def test_a_process_that_is_killed_in_a_schedules_evaluation_changes_no_bit(
@@ -154,6 +154,22 @@ def test_a_process_that_is_killed_in_a_schedules_evaluation_changes_no_bit(
     assert {len(losses) for losses in body.losses.values()} == {1}, "all who got one got the right one"
     if not at_the_top:
         assert body.reports["a"][:2] == list(reports[:2]) and body.reports["a"][-1] == reports[-1]
+
+
+@holds("A schedule's evaluation ends at once")
+def test_a_process_that_is_killed_while_an_evaluations_stages_shake_hands_changes_no_bit() -> None:
+    killed: list[str] = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        pipeline = worker.engine.training.pipeline
+        if worker.name == "c" and point == "between" and pipeline._evaluates and pipeline._schedules.is_shaking_hands:
+            killed.append(worker.name)
+            worker.killed = True
+
+    crew = crew_of("abcd", task_of(PIPELINE, Evaluates()))
+    crew.watchers.append(look)
+    with crew:
+        assert (crew.finish(), killed) == (undisturbed_cell(PIPELINE)[0], ["c"])
 
 
 def refused(act: Callable[[Engine], object]) -> str:

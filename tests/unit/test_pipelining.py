@@ -11,14 +11,23 @@ from pipeline_parallel import PIPELINE, Stage, as_default, loss_of
 from pipeline_parallel import adam as two_groups
 from rule import Edit, rule
 from shoal.cells.hub import CellHub
-from shoal.cells.pipelining import FLAGS, SHAKES_HANDS, SUPPORTED, UNDER_WAY, PipelineSchedules
-from shoal.cells.stages import built_stages
+from shoal.cells.pipelining import (
+    FLAGS,
+    SHAKES_HANDS,
+    SUPPORTED,
+    UNDER_WAY,
+    PipelineSchedules,
+    plain_shapes,
+    take_shapes,
+)
+from shoal.cells.stages import StageShapes, built_stages
 from shoal.core.cell_part import CellPart, Division
 from shoal.core.laying_out import lay_out
 from shoal.core.layout import Trainable
+from shoal.state.small_state import packed, unpacked
 from shoal.state.training_state import Limits
 from shoal.training.start import in_cell
-from shoal_protos.errors import UserError
+from shoal_protos.errors import PeerError, UserError
 from shoal_protos.runs import union
 from shoal_protos.shape import Shape
 from torch import Tensor, nn
@@ -30,6 +39,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining import (
+    _utils as metas,
 )
 
 MICRO_BATCHES = 2
@@ -103,8 +115,87 @@ def test_these_are_the_insides_of_this_torchs_schedules(made: Callable[..., Any]
         assert all(sum(getattr(schedule, name, None) is False for name in names) == 1 for names in FLAGS)
         assert not schedule._internal_losses and schedule._has_backward
         stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-        assert all(type(stage._user_meta) is type(stage._stage_meta) for stage in stages)
+        assert all(type(stage._user_meta) is type(stage._stage_meta) is metas._StageMeta for stage in stages)
+        assert all(hasattr(stage, "_recv_meta") for stage in stages)
     assert all(hasattr(schedule, name) for name in UNDER_WAY), "of the last kind"
+
+
+# ---- what another process has told
+
+PURPOSE = 4, True
+
+
+def known() -> StageShapes:
+    """As a handshake leaves them: activations of 2 × 3, of which a backward returns gradients, become 2 × 5."""
+
+    def meta(*shape: int, **named: Any) -> Any:
+        return metas.extract_tensor_metas((torch.empty(*shape, dtype=torch.bfloat16, **named),))
+
+    shapes = StageShapes()
+    grads = {"input_grads": meta(2, 3), "output_grads": (None,)}
+    shapes.find(PURPOSE, [metas._StageMeta(meta(2, 3, requires_grad=True), meta(2, 5), **grads)])
+    return shapes
+
+
+def test_shapes_that_are_told_are_those_that_were_found() -> None:
+    shapes, others = known(), StageShapes()
+    take_shapes(others, 3, unpacked(packed(plain_shapes(shapes), "shapes"), "shapes"))
+    assert others.learnt(3, PURPOSE) == shapes.found[PURPOSE] and shapes.are_known and not others.are_known
+    shapes.find(PURPOSE, shapes.found[PURPOSE])  # type: ignore[arg-type]
+    assert plain_shapes(shapes), "found again"
+    shapes.find(PURPOSE, [metas._StageMeta()])
+    assert not plain_shapes(shapes) and not shapes.are_known, "another schedule has other ones"
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [3, ["x"], [[4, True, 3]], [[4, True, [[[[2, 3]], None, None, None]]]], [[4, True, [[None] * 5]]]]
+    + [[[4, True, [[[one], None, None, None]]]] for one in ([[2], [1], "nn", True], [["2"], [1], "int64", True])],
+)
+def test_shapes_that_are_none_are_refused_in_a_sentence(spoiled: Any) -> None:
+    with pytest.raises(PeerError, match="the shapes of stages that another worker sent cannot be read: "):
+        take_shapes(StageShapes(), 3, spoiled)
+
+
+@rule(
+    "What a stage is told of shapes holds in the world that begins with it, for a process that has met one schedule, "
+    "whose inputs are like those",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.stages", " if generation == self._generation else None", ""),
+        Edit("shoal.cells.pipelining", "len(self._shapes) == 1", "True"),
+        Edit("shoal.cells.pipelining", "known[0].inputs != _metas_of(inputs)", "False"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("number", "generation", "others", "inputs", "holds"),
+    [
+        (1, 3, 0, None, True),
+        (1, 4, 0, None, False),
+        (1, 3, 1, None, False),
+        (0, 3, 0, (2, 3), True),
+        (0, 3, 0, (2, 4), False),
+    ],
+    ids=["told", "in another world", "of another schedule", "of the first stage", "with other inputs"],
+)
+def test_what_a_stage_is_told_of_shapes_is_its_vote(
+    number: int, generation: int, others: int, inputs: tuple[int, ...] | None, holds: bool
+) -> None:
+    shapes, schedules = StageShapes(), PipelineSchedules(PIPELINE, MICRO_BATCHES)
+    take_shapes(shapes, 3, plain_shapes(known()))
+    stages = built_stages(lambda _: nn.Linear(3, 5), 2, number, 2)
+    kept: list[Any] = []
+    given = None if inputs is None else torch.empty(inputs, dtype=torch.bfloat16, requires_grad=True)
+    with as_default(CellHub(PIPELINE, number)) as group:
+        for _ in range(others + 1):
+            stage = PipelineStage(stages[str(number)], number, 2, torch.device("cpu"), group=group)
+            schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=Loss(), scale_grads=False)
+            schedules.enter(generation, schedule, stages, PURPOSE[0])
+            with schedules._knowing_shapes(schedule, shapes, given):
+                votes = stage._user_meta.outputs is not None
+            kept.append(schedule)  # else it is forgotten
+    assert votes == holds
+    assert stage._user_meta.outputs is None, "the script has given none"
 
 
 # ---- the stages of a model

@@ -3,27 +3,31 @@
 A schedule's stages shake hands in its first call: they vote whether shapes were given, and tell each other shapes where
 not. In a new world a stage may have other neighbours, who have never met it, and a short batch of an evaluation has
 other shapes; so there all stages of a cell do it anew. Where all of them know the shapes from an earlier handshake over
-as many samples, and a cell has no other dimension, nothing is computed for it; elsewhere what is leaves no trace in
-random numbers and buffers. A call that a change of the world has broken off leaves losses and messages behind, which
-are forgotten.
+as many samples, or from a process of their coordinate that does, and a cell has no other dimension, nothing is computed
+for it; elsewhere what is leaves no trace in random numbers and buffers. A call that a change of the world has broken
+off leaves losses and messages behind, which are forgotten.
+
+A process without neighbours rehearses a call where it knows what its stages get: the first stage does, and others whose
+`PipelineStage` has `input_args`. Zeros come from the neighbours then.
 
 tests/unit/test_pipelining.py names the version of torch whose insides these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from shoal_protos.errors import UserError
+from shoal_protos.errors import PeerError, UserError
 from shoal_protos.shape import Shape
-from torch import nn
 
+from shoal.cells.stages import Purpose, Stages, StageShapes
 from shoal.data.seeds import RandomState
 
 SUPPORTED = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
@@ -37,6 +41,10 @@ UNDER_WAY = ("fwd_recv_ops", "bwd_recv_ops", "backward_counter")
 """What a call that was broken off leaves in a schedule."""
 
 
+ALONE = 0
+"""In place of a generation: a call of a process that is in no world."""
+
+
 class PipelineSchedules:
     """Those that a script calls by one engine."""
 
@@ -45,10 +53,10 @@ class PipelineSchedules:
         self._is_line = cell.processes == cell.pipeline
         """Whether all of a cell vote together in a handshake: in others one line would compute, and its neighbours not.
         """
-        self._calls: WeakKeyDictionary[Any, tuple[object, int]] = WeakKeyDictionary()
-        """Each one's last: in which world, and of how many samples."""
-        self._shapes: WeakKeyDictionary[Any, dict[tuple[int, bool], list[Any]]] = WeakKeyDictionary()
-        """What each one's stages have found in handshakes, by samples, and whether a backward follows."""
+        self._calls: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        """Each one's last: in the world of which generation, and of how many samples."""
+        self._shapes: WeakKeyDictionary[Any, dict[Purpose, list[Any]]] = WeakKeyDictionary()
+        """What each one's stages have found in handshakes."""
         self.is_shaking_hands = False
         """Whether a loss is computed for its shape alone."""
 
@@ -88,16 +96,20 @@ class PipelineSchedules:
             raise UserError(f"{kind} has a loss function of its own; make it with loss_fn=engine.loss_fn(function).")
         return schedule
 
-    def enter(self, world: object, schedule: Any, module: nn.Module, samples: int) -> None:
+    def enter(self, generation: int, schedule: Any, module: Stages, samples: int) -> None:
         """A schedule is about to be called in a world, with so many samples. `module`: of its stages."""
         known = self._calls.get(schedule)
         if known is None:
             self._shake_hands_aside(schedule, module)
-        if known is None or known[0] is not world or known[1] != samples:
+        if known != (generation, samples):
             _forget(schedule)
-            self._calls[schedule] = world, samples
+            self._calls[schedule] = generation, samples
 
-    def _shake_hands_aside(self, schedule: Any, module: nn.Module) -> None:
+    def can_rehearse(self, schedule: Any) -> bool:
+        """Whether a process can call it that has no neighbours: it knows what all its stages get."""
+        return all(stage.is_first or stage._user_meta.inputs is not None for stage in _stages_of(schedule))
+
+    def _shake_hands_aside(self, schedule: Any, module: Stages) -> None:
         """From now on its handshakes leave no trace."""
         name = next(one for one in SHAKES_HANDS if hasattr(schedule, one))
         original = getattr(schedule, name)
@@ -110,7 +122,8 @@ class PipelineSchedules:
             buffers = [(one, one.detach().clone()) for one in module.buffers()]
             self.is_shaking_hands = True
             try:
-                with self._knowing_shapes(schedule):
+                is_alone = self._calls[schedule][0] == ALONE
+                with _alone(schedule) if is_alone else self._knowing_shapes(schedule, module.shapes, arguments[0]):
                     original(*arguments, **named)
             finally:
                 self.is_shaking_hands = False
@@ -122,18 +135,108 @@ class PipelineSchedules:
         setattr(schedule, name, shake_hands)
 
     @contextmanager
-    def _knowing_shapes(self, schedule: Any) -> Iterator[None]:
-        """Within it, a handshake, stages vote as if a script had given the shapes that they know."""
+    def _knowing_shapes(self, schedule: Any, shapes: StageShapes, inputs: Any) -> Iterator[None]:
+        """Within it, a handshake, stages vote as if a script had given the shapes that they know. `inputs`: of the
+        first stage.
+        """
         found, stages = self._shapes.setdefault(schedule, {}), _stages_of(schedule)
-        purpose, given = (self._calls[schedule][1], schedule._has_backward), [stage._user_meta for stage in stages]
+        (generation, samples), given = self._calls[schedule], [stage._user_meta for stage in stages]
+        purpose = samples, schedule._has_backward
+        known = found.get(purpose) or (shapes.learnt(generation, purpose) if len(self._shapes) == 1 else None)
+        if known is None or not self._is_line or (stages[0].is_first and known[0].inputs != _metas_of(inputs)):
+            known = given
         try:
-            for stage, known in zip(stages, found.get(purpose, given) if self._is_line else given, strict=True):
-                stage._user_meta = known
+            for stage, meta in zip(stages, known, strict=True):
+                stage._user_meta = meta
             yield
-            found[purpose] = [copy(stage._stage_meta) for stage in stages]
+            found[purpose] = [_found_by(stage, schedule._has_backward) for stage in stages]
+            shapes.find(purpose, found[purpose])
         finally:
             for stage, meta in zip(stages, given, strict=True):
                 stage._user_meta = meta
+
+
+@contextmanager
+def _alone(schedule: Any) -> Iterator[None]:
+    """Within it, a handshake, no neighbour is there that would tell a stage anything."""
+    stages = _stages_of(schedule)
+    for stage in stages:
+        stage._recv_meta = partial(_told_alone, stage)
+    try:
+        yield
+    finally:
+        for stage in stages:
+            del stage._recv_meta
+
+
+def _told_alone(stage: Any, source: int) -> Any:
+    """What another stage would say: what goes to this one, or of which form the gradients of its outputs are."""
+    from torch.distributed.pipelining import _utils as torchs
+
+    if source > stage.stage_index:
+        return torchs._StageBackwardMeta(torchs._derive_grad_metas(stage._stage_meta.outputs))
+    return torchs._StageForwardMeta(stage._user_meta.inputs)
+
+
+def _found_by(stage: Any, has_backward: bool) -> Any:
+    """What a handshake has found, without what an earlier one has left."""
+    meta = copy(stage._stage_meta)
+    if not has_backward:
+        meta.input_grads = meta.output_grads = None
+    return meta
+
+
+def _metas_of(inputs: Any) -> Any:
+    from torch.distributed.pipelining import _utils as torchs
+
+    return torchs.extract_tensor_metas(torchs.validate_and_normalize_to_tuple(inputs))
+
+
+def plain_shapes(shapes: StageShapes) -> list[Any]:
+    """What is known here, in plain values, for another process of this coordinate. Shapes of DTensors are left out."""
+    from torch.distributed.pipelining import _utils as torchs
+
+    def plain(one: Any) -> list[Any] | None:
+        return one and [list(one.shape), list(one.stride), str(one.dtype).removeprefix("torch."), one.requires_grad]
+
+    return [
+        [*purpose, [[part and [plain(one) for one in part] for part in _parts(meta)] for meta in metas]]
+        for purpose, metas in shapes.found.items()
+        if metas and all(type(one) in (torchs._TensorMeta, type(None)) for one in _all_of(metas))
+    ]
+
+
+def take_shapes(shapes: StageShapes, generation: int, plain: Any) -> None:
+    """Takes over `plain_shapes` of another process for the world of a generation. Raises `PeerError`."""
+    from torch.distributed.pipelining import _utils as torchs
+
+    def meta(one: Any) -> Any:
+        shape, stride, dtype, requires_grad = one
+        kind = getattr(torch, dtype)
+        if not isinstance(kind, torch.dtype) or not all(type(size) is int for size in (*shape, *stride)):
+            raise ValueError(f"{one!r:.100} is no shape")
+        return torchs._TensorMeta(torch.Size(shape), tuple(stride), kind, bool(requires_grad))
+
+    def part(given: Any) -> tuple[Any, ...] | None:
+        return None if given is None else tuple(one and meta(one) for one in given)
+
+    try:
+        found = {
+            (int(samples), bool(has_backward)): [torchs._StageMeta(*map(part, each)) for each in metas]
+            for samples, has_backward, metas in plain
+        }
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PeerError(f"the shapes of stages that another worker sent cannot be read: {error}") from None
+    shapes.learn(generation, found)
+
+
+def _parts(meta: Any) -> tuple[Any, ...]:
+    """Of a stage: what it gets and gives, and the gradients of both."""
+    return meta.inputs, meta.outputs, meta.input_grads, meta.output_grads
+
+
+def _all_of(metas: Sequence[Any]) -> Iterator[Any]:
+    return chain.from_iterable(part or () for meta in metas for part in _parts(meta))
 
 
 def _has_shaken_hands(schedule: Any) -> bool:

@@ -8,12 +8,42 @@ the others on the meta device, where they take no memory. Made by `Cell.stages`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from torch import nn
 
 from shoal.data.seeds import RandomState, seed_from
+
+Purpose = tuple[int, bool]
+"""What a schedule is called for: so many samples, and whether a backward follows."""
+
+
+class StageShapes:
+    """What passes between the stages of one process and their neighbours, as their handshakes have found it."""
+
+    def __init__(self) -> None:
+        self.found: dict[Purpose, list[Any] | None] = {}  # by stage; None where schedules differ in it
+        self._generation, self._learnt = 0, dict[Purpose, list[Any]]()
+        """What another process of this coordinate knew when the world of that generation began."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether a stage has shaken hands here, so that others can be told."""
+        return any(self.found.values())
+
+    def find(self, purpose: Purpose, found: list[Any]) -> None:
+        """A schedule has shaken hands."""
+        self.found[purpose] = found if self.found.get(purpose, found) == found else None
+
+    def learn(self, generation: int, found: dict[Purpose, list[Any]]) -> None:
+        """Another process has found them. They hold in the world of that generation."""
+        self._generation, self._learnt = generation, found
+
+    def learnt(self, generation: int, purpose: Purpose) -> list[Any] | None:
+        """What is known so in the world of a generation, by stage."""
+        return self._learnt.get(purpose) if generation == self._generation else None
 
 
 class Stages(nn.ModuleDict):
@@ -29,12 +59,18 @@ class Stages(nn.ModuleDict):
         """By place, what it has: modules without values, but for this one."""
         self.count = sum(map(len, everywhere))
         """Of the whole pipeline."""
+        self.shapes = StageShapes()
         super().__init__(_numbered(everywhere[place], place, places))
 
 
 def places_of(model: nn.Module) -> list[nn.Module]:
     """What each place of a pipeline has of a model; without one, the model."""
     return list(model.places) if isinstance(model, Stages) else [model]
+
+
+def shapes_of(model: nn.Module) -> StageShapes | None:
+    """What passes between its stages, if it has any."""
+    return model.shapes if isinstance(model, Stages) else None
 
 
 def _numbered(stages: list[nn.Module], place: int, places: int) -> dict[str, nn.Module]:

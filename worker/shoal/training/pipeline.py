@@ -17,7 +17,8 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.cells.call import LoopPlace
-from shoal.cells.pipelining import PipelineSchedules
+from shoal.cells.pipelining import ALONE, PipelineSchedules
+from shoal.cells.stages import Stages
 from shoal.data.seeds import seed_everything
 from shoal.group.group import WorldChanged
 from shoal.guards.loop_guards import check_loss
@@ -56,6 +57,12 @@ class Pipeline:
         """Of the call at hand."""
         self._evaluates = False
         """Whether that is one of an evaluation."""
+
+    @property
+    def _stages(self) -> Stages:
+        module = self._context.state.module
+        assert isinstance(module, Stages)  # as start.py has seen
+        return module
 
     def refuse(self, call: str) -> NoReturn:
         """Raises `UserError` for what is made of one micro-batch, where a lane is a schedule's."""
@@ -107,15 +114,15 @@ class Pipeline:
 
     def _run(self, schedule: Any, call: Callable[[], Any]) -> Sequence[Loss]:
         """Returns the losses of the micro-batches; none but on the last stage. In a warm-up it has no neighbours, and
-        does nothing. Raises `WorldChanged`.
+        rehearses the call where it can. Raises `WorldChanged`.
         """
         context, self._losses = self._context, []
-        if context.world is None:
+        if context.world is None and not self._schedules.can_rehearse(schedule):
             return ()
+        generation = ALONE if context.world is None else context.world.plan.generation
         place = context.state.layout.part.place
         with context.forward_seed.away():
-            samples = context.config.micro_batch_size * self.micro_batches
-            self._schedules.enter(context.world, schedule, context.state.module, samples)
+            self._schedules.enter(generation, schedule, self._stages, context.config.micro_batch_size)
             seed_everything(context.config.seed, context.state.step, *context.loop.place, purpose=f"stage {place}")
             call()
         context.autocast.end()
@@ -133,7 +140,7 @@ class Pipeline:
         try:
             with hub.raising():
                 hub.meet(LoopPlace.EVALUATION)
-                self._schedules.enter(context.world, schedule, context.state.module, samples)
+                self._schedules.enter(context.world.plan.generation, schedule, self._stages, samples)
                 output = call(*inputs, **named)
                 loss = torch.tensor(sum(self._losses) / self.micro_batches, dtype=torch.float64)
                 hub.spread_from_last_stage(loss)

@@ -7,7 +7,7 @@ the training thread, between two of the engine's steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from shoal_protos.activity import StepPhase
@@ -17,6 +17,8 @@ from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.training_log import get_logger, say
 
+from shoal.cells.pipelining import plain_shapes, take_shapes
+from shoal.cells.stages import shapes_of
 from shoal.config.out_of_memory import naming
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.exchange.ballot import Request
@@ -27,6 +29,7 @@ from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group, WorldChanged
 from shoal.session.link import Asked, Begun, Ended, Opened, Planned, Recover, Stopped
+from shoal.state.small_state import packed, unpacked
 from shoal.state.training_state import frozen_parameters
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
@@ -43,6 +46,7 @@ from shoal.training.status import StatusReport
 from shoal.training.step import Step
 from shoal.training.telemetry import ChangeClock
 
+SHAPES = "the shapes of stages"
 log = get_logger("shoal")
 
 
@@ -182,7 +186,7 @@ class Resize:
                 check_registered_alike(world, state)
             return
         self._share_small_state(world)
-        self._share_frozen(world)
+        self._share_what_is_lacking(world)
         if not recovery.counted[world.rank]:
             state.held.keep_only(NO_BLOCKS)
         elif state.step == recovery.step - 1:
@@ -216,24 +220,26 @@ class Resize:
         """Members whose state does not count get it from the lowest rank at their coordinate whose does."""
         recovery, state = world.plan.recovery, self._context.state
         assert recovery is not None
-        givers = {}
-        for rank in [rank for rank, counts in enumerate(recovery.counted) if not counts]:
-            mates = (mate for mate in _same_coordinate(world.plan, rank) if recovery.counted[mate])
-            givers[rank] = next(mates, recovery.counted.index(True))  # the others where a coordinate has no blocks
-        if world.rank in givers:
-            state.load_small_state(receive_framed(world.group, givers[world.rank], STARTED))
-        elif world.rank in givers.values():
-            content = state.small_state()
-            for send in [FramedSend(world.group, r, STARTED, content) for r, g in givers.items() if g == world.rank]:
-                send.wait()
+        givers = _givers(world.plan, recovery.counted)
+        others = recovery.counted.index(True)  # where a coordinate has no blocks
+        given = _share(world, {rank: others if one is None else one for rank, one in givers.items()}, state.small_state)
+        if given is not None:
+            state.load_small_state(given)
 
-    def _share_frozen(self, world: World) -> None:
-        """Joiners whose frozen parameters are not the job's get them from the lowest rank whose are."""
-        in_place, state = self._boundary.agree(world), self._context.state
+    def _share_what_is_lacking(self, world: World) -> None:
+        """Joiners whose frozen parameters are not the job's get them from the lowest rank whose are; those whose stages
+        have shaken no hands are told what passes between them.
+        """
+        (in_place, known), state = self._boundary.agree(world), self._context.state
         lacking = [rank for rank, there in enumerate(in_place) if not there]
         if lacking:
             share_frozen(world.group, state, in_place.index(True), lacking)
             state.frozen_in_place = True
+        if not all(known) and (shapes := shapes_of(state.module)) is not None:
+            givers = {rank: one for rank, one in _givers(world.plan, known).items() if one is not None}
+            content = _share(world, givers, lambda: packed(plain_shapes(shapes), SHAPES))
+            if content is not None:
+                take_shapes(shapes, world.plan.generation, unpacked(content, SHAPES))
 
     def _owned_before(self) -> Runs:
         world = self._context.world
@@ -428,6 +434,27 @@ def _same_coordinate(plan: Plan, rank: int) -> list[int]:
     """The ranks of the members that have the same part of the model, the oldest first."""
     coordinate = plan.members[rank].coordinate
     return [other for other, member in enumerate(plan.members) if member.coordinate == coordinate]
+
+
+def _givers(plan: Plan, has: Sequence[bool]) -> dict[int, int | None]:
+    """By rank of each that has none of a thing: the lowest rank at its coordinate that has it."""
+    return {
+        rank: next((mate for mate in _same_coordinate(plan, rank) if has[mate]), None)
+        for rank, there in enumerate(has)
+        if not there
+    }
+
+
+def _share(world: World, givers: Mapping[int, int], content: Callable[[], bytes]) -> bytes | None:
+    """What this rank is given, if it is one of the keys of `givers`. Raises `WorldChanged`."""
+    if world.rank in givers:
+        return receive_framed(world.group, givers[world.rank], STARTED)
+    takers = [rank for rank, giver in givers.items() if giver == world.rank]
+    if takers:
+        mine = content()
+        for send in [FramedSend(world.group, rank, STARTED, mine) for rank in takers]:
+            send.wait()
+    return None
 
 
 def _giver(plan: Plan, joiner: int) -> int:
