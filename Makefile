@@ -90,6 +90,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
 
 imports: $(READY)
 	$(BIN)/lint-imports

@@ -138,9 +138,9 @@ def measure(size: str, rounds: int, folder: str) -> None:
         ratios = [mine[key] / other[key] for mine, other in zip(exports["four"], exports["one"], strict=True)]
         print(f"{title}: {median(ratios):.3f} ({verdict(median(ratios), TARGET)})")
         note(Figure(title, f"{size}, tensor 2, pipeline 2", ratios, TARGET))
-    for found, way in ((tall, "1 → 4 processes"), (back, "4 → 1")):
-        ratio = found["above"] / found["largest"]
-        megabytes = f"{found['above'] / 1e6:.1f} MB of {found['largest'] / 1e6:.1f}"
+    for reshaped, way in ((tall, "1 → 4 processes"), (back, "4 → 1")):
+        ratio = reshaped["above"] / reshaped["largest"]
+        megabytes = f"{reshaped['above'] / 1e6:.1f} MB of {reshaped['largest'] / 1e6:.1f}"
         print(f"a reshape: memory above rest, of the largest tensor's, {way}: {ratio:.2f}, {megabytes} "
               f"({verdict(ratio, TARGET)})")  # fmt: skip
         note(Figure("a reshape: memory above rest, of the largest tensor's", f"{size}, {way}", [ratio], TARGET))

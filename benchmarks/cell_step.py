@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import model
 import torch
@@ -131,9 +131,9 @@ def of_experts(size: str, group: Any) -> nn.Module:
     """The model, with experts that the processes divide."""
     gpt = model.build(size)
     for block in gpt.blocks:
-        expert = nn.Sequential(block.widen, nn.GELU(), block.narrow)
-        block.widen = Routed(expert, block.narrow.out_features, group)  # type: ignore[assignment]
-        block.narrow = nn.Identity()  # type: ignore[assignment]
+        widen, narrow = cast(nn.Linear, block.widen), cast(nn.Linear, block.narrow)
+        block.widen = Routed(nn.Sequential(widen, nn.GELU(), narrow), narrow.out_features, group)
+        block.narrow = nn.Identity()
     return gpt
 
 
@@ -146,7 +146,8 @@ class Half(nn.Module):
         cut = len(gpt.blocks) // 2
         self.blocks = gpt.blocks[cut:] if number else gpt.blocks[:cut]
         if number:
-            self.norm, self.head = gpt.norm, nn.Linear(*reversed(gpt.head.weight.shape), bias=False)
+            vocabulary, channels = gpt.head.weight.shape
+            self.norm, self.head = gpt.norm, nn.Linear(channels, vocabulary, bias=False)
         else:
             self.bytes, self.places = gpt.bytes, gpt.places
 
@@ -265,7 +266,7 @@ def initialize(
     if by != "pipeline":
         return engine, lambda batch: engine.backward(engine.module(**batch))
     number, options = cell.index(by), {"loss_fn": engine.loss_fn(loss_of), "scale_grads": False}
-    run = scheduled(engine.module[str(number)], number, cell.group(by), **options)
+    run = scheduled(cast(nn.ModuleDict, engine.module)[str(number)], number, cell.group(by), **options)
     return engine, lambda batch: run(engine.run, batch)
 
 
@@ -292,11 +293,11 @@ def _tell(place: str, rank: int, took: Took) -> None:
     file.rename(file.with_suffix(".json"))
 
 
-def _both(place: str) -> Took | tuple[()]:
-    """Empty until both have told."""
+def _both(place: str) -> Took | None:
+    """None until both have told."""
     files = [Path(place) / f"{rank}.json" for rank in range(PROCESSES)]
     if not all(file.exists() for file in files):
-        return ()
+        return None
     took = [json.loads(file.read_text()) for file in files]
     return max(one[0] for one in took), sum(one[1] for one in took)
 

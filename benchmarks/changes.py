@@ -139,7 +139,7 @@ def note_changes(cluster: Cluster, figures: Figures, since: int) -> None:
     figures.longest["none"] += [max(extra)] if extra else []
     for world in cluster.report():
         if world["generation"] > since:
-            reason = {"scale_up": "join"}.get(world["reason"], world["reason"])
+            reason = "join" if world["reason"] == "scale_up" else world["reason"]
             figures.pauses[reason].append(world["pause_seconds"])
             extra = [more for one in steps.values() for more in longer(one, _beginning(one, world["generation"]))]
             figures.longest[reason] += [max(extra)] if extra else []

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ddp import in_turn
 from interleaved import elastic
 from sharded import Trained, replicated, sharded
+from shoal.exchange.world import World
 from train import initialize
 
 PLAIN_STEPS = 3
@@ -66,25 +67,23 @@ class Elastic:
         self._engine, self._folder = engine, folder
         self._batches = iter(engine)
         self.begun = self.stall = 0.0
-        self._voted, self._summed = engine.parts.saving.on_vote, engine.parts.corruption.before_vote
+        self._begin, self._summed = engine.parts.saving.begin, engine.parts.corruption.before_vote
         self._is_fresh = False
-        engine.parts.saving.on_vote = self._timed  # type: ignore[method-assign]
+        engine.parts.saving.begin = self._timed  # type: ignore[method-assign]
         engine.parts.corruption.before_vote = self._timed_sums  # type: ignore[method-assign]
 
-    def _timed(self, *given: Any) -> None:
-        """A vote, at which a save may begin: training waits for its copy."""
-        began, was_busy = time.time(), self._engine.parts.saving.busy
-        self._voted(*given)
-        self._is_fresh = self._engine.parts.saving.busy and not was_busy
-        if self._is_fresh:
-            self.begun, self.stall = began, time.time() - began
+    def _timed(self, world: World) -> None:
+        """A save begins: training waits for its copy."""
+        self.begun = time.time()
+        self._begin(world)
+        self.stall, self._is_fresh = time.time() - self.begun, True
 
     def _timed_sums(self) -> None:
         """Before the vote that follows, training waits for the sums of its blocks."""
         began = time.time()
         self._summed()
         if self._is_fresh:
-            self.stall += time.time() - began
+            self.stall, self._is_fresh = self.stall + time.time() - began, False
 
     def step(self) -> None:
         elastic(self._engine, self._batches)

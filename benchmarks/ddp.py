@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import model
 import torch
@@ -56,17 +56,16 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
         return newton_schulz(rank, world, size)
     if way.startswith("fsdp2"):
         module = fully_sharded(size, way == "fsdp2 reshard")
-        accumulating = nullcontext
     else:
         module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=way != "ddp default")
-        accumulating = module.no_sync
-    given = {"lr": 1e-4, "fused": True}
+    accumulating = module.no_sync if isinstance(module, DistributedDataParallel) else nullcontext
+    optimizers: list[torch.optim.Optimizer]
     if way == "zero":
-        optimizers = [ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **given)]
+        optimizers = [ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)]
     elif way == "ddp muon":
-        optimizers = model.muon(module.module)
+        optimizers = model.muon(cast(model.GPT, module.module))
     else:
-        optimizers = [torch.optim.AdamW(module.parameters(), **given)]
+        optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)]
     windows, at, each = model.Windows(), rank * lanes // world, lanes // world
 
     def step() -> None:

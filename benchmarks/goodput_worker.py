@@ -99,7 +99,7 @@ def train_torchrun(given: argparse.Namespace, log: Log) -> None:
     if whole.exists():
         step = int(whole.read_text())
         weights, state = get_state_dict(parallel, optimizer)
-        saved = {"model": weights, "optimizer": state}
+        saved: dict[str, Any] = {"model": weights, "optimizer": state}
         dcp.load(saved, checkpoint_id=given.folder / str(step))
         set_state_dict(parallel, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     log.note("ready")

@@ -44,7 +44,7 @@ def measure(file: Path) -> None:
         if seconds >= LEAST_SECONDS:
             lines.write(f"{seconds:.4f} {_whose(handle)}\n")
 
-    events.Handle._run = measured  # type: ignore[method-assign]
+    events.Handle._run = measured  # type: ignore[assignment, method-assign]
 
 
 def _whose(handle: asyncio.Handle) -> str:

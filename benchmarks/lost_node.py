@@ -29,7 +29,7 @@ COLUMNS = ("heartbeat, s", "step, s", "to the next step, s", "of it beyond 3 hea
 
 def trial(folder: Path) -> tuple[float, float]:
     """How long a step is, and how long it took to the first one without the lost pod."""
-    with Hosts(WORKERS) as hosts, launched(WORKERS, WORKERS, folder, hosts=hosts, max_steps=STEPS) as (job, pods):
+    with Hosts(WORKERS) as hosts, launched(WORKERS, WORKERS, folder, JobOfPods, hosts, max_steps=STEPS) as (job, pods):
         job.wait_world(WORKERS)
         job.wait_step(job.job()["step"] + 15)
         step, generation = job.report()["step_seconds_median"], job.job()["generation"]

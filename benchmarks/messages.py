@@ -19,7 +19,8 @@ from unittest.mock import patch
 
 import torch
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.exchange import finite
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
@@ -85,7 +86,7 @@ def python_seconds(layout: Layout, traffic: Traffic) -> float:
     """CPU of a step's reduction and hand-out, the least of three steps."""
     flats = [torch.empty(bucket.elements, dtype=bucket.dtype, device="meta") for bucket in layout.buckets]
     copy = WholeValues(layout, flats)
-    sums = SimpleNamespace(live=copy, last=copy, finished=[copy], merge=lambda bucket: None)
+    sums: Any = SimpleNamespace(live=copy, last=copy, finished=[copy], merge=lambda bucket: None)
     group: Any = InstantGroup(traffic.plan.world_size)
     least = float("inf")
     with patch.object(finite, "is_finite", lambda values: True):  # there are no values to look at

@@ -37,8 +37,8 @@ def measure(size: str, workers: int, rounds: int) -> dict[str, Rounds]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         clusters = {}
         for number, (name, beside) in enumerate(BESIDE.items()):
-            arguments = ("--workers", str(workers), "--optimizer", name, "--beside", beside, "--rounds", str(rounds))
-            arguments += ("--turns", str(Turns(folder, number, len(BESIDE))))
+            given = ("--workers", str(workers), "--optimizer", name, "--beside", beside, "--rounds", str(rounds))
+            arguments = (*given, "--turns", str(Turns(folder, number, len(BESIDE))))
             job = Job(size=size, workers=workers, lanes=workers, script="interleaved.py", arguments=arguments)
             clusters[name] = stack.enter_context(Cluster(job))
         return {name: dict(*one.results(".json", patience=PATIENCE_SECONDS)) for name, one in clusters.items()}

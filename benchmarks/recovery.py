@@ -17,7 +17,7 @@ import argparse
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
@@ -97,7 +97,7 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float, tra
     )  # fmt: skip
 
 
-def shoal_trials(size: str, kinds: Sequence[str]) -> Iterator[tuple[str, Trial]]:
+def shoal_trials(size: str, kinds: Sequence[str]) -> Generator[tuple[str, Trial]]:
     """For ever: one loss of each of these kinds, each time another worker."""
     instants = random.Random(size)
     with Cluster(Job(size=size, workers=WORKERS)) as cluster:

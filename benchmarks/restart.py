@@ -151,8 +151,8 @@ def _kill_worker(agent: subprocess.Popen[bytes]) -> None:
 def _kill(agent: subprocess.Popen[bytes]) -> None:
     """`kill -9` of a node: the agent and its worker, which is in a session of its own."""
     if agent.poll() is None:
-        for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
-            process.kill()
+        _kill_worker(agent)
+        agent.kill()
     agent.wait()
 
 

@@ -36,7 +36,9 @@ class Step:
     """When its first lane began."""
 
 
-def until(goal: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:
+def until(
+    goal: str, seen: Callable[[], T | None], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS
+) -> T:
     """The first true value of `seen()`. Looks again and again: what other processes do sends no event here."""
     deadline = time.monotonic() + patience
     while not (value := seen()):

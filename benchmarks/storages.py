@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 import model
 from tensor_bytes import TensorBytes, in_torchs_memory, seen_bytes
@@ -46,7 +47,7 @@ def main() -> None:
     before = counter.now
     engine = initialize(given.size, {"lanes": given.lanes, "mirrors": given.mirrors}, stage=given.stage)
     result["parameters"] = sum(one.numel() * one.element_size() for one in engine.module.parameters())
-    layers = (sum(one.numel() for one in layer.parameters()) for layer in engine.module.blocks)
+    layers = (sum(one.numel() for one in layer.parameters()) for layer in cast(model.GPT, engine.module).blocks)
     result["unit"] = max(layers)
     file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     goal = 0

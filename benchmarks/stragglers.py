@@ -65,11 +65,12 @@ def work(given: argparse.Namespace) -> None:
 
 def run(given: argparse.Namespace, on_slow: str) -> tuple[dict[int, list[Step]], str]:
     """The lines of each step, and the fingerprint at the end."""
-    arguments = ("--stage", f"{given.stage}", "--factor", f"{given.factor}", "--steps", f"{given.steps}")
-    arguments = (*arguments, "--lane-seconds", f"{given.lane_seconds}")
-    more = ("--between", *map(str, given.between), "--on-slow", on_slow)
-    job = Job(size=given.size, workers=given.workers, lanes=given.lanes, mirrors=given.mirrors, script="stragglers.py",
-              arguments=(*arguments, *more))  # fmt: skip
+    paces = ("--factor", f"{given.factor}", "--lane-seconds", f"{given.lane_seconds}", "--on-slow", on_slow)
+    length = ("--steps", f"{given.steps}", "--between", *map(str, given.between))
+    job = Job(
+        size=given.size, workers=given.workers, lanes=given.lanes, mirrors=given.mirrors, script="stragglers.py",
+        arguments=("--stage", f"{given.stage}", *paces, *length),
+    )  # fmt: skip
     with Cluster(job) as cluster:
         cluster.events.until("the end", lambda all_: any(e["kind"] == "succeeded" for e in all_), PATIENCE_SECONDS)
         for event in cluster.events.all:

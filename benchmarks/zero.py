@@ -93,8 +93,9 @@ class World:
             arguments=arguments,
         )  # fmt: skip
         hosts = stack.enter_context(Hosts(self.workers)) if self.links else None
-        for host in range(1, self.workers + 1) if hosts is not None else ():
-            hosts.shape(host, 1_000 * self.links, QUEUE)
+        if hosts is not None:
+            for host in range(1, self.workers + 1):
+                hosts.shape(host, 1_000 * self.links, QUEUE)
         return Cluster(job, hosts)
 
 
