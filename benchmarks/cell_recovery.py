@@ -76,9 +76,19 @@ def main() -> None:
         measured = "a process of a cell killed: to the next step, beyond a usual one, s"
         note(Figure(measured, settings, excess, TARGET_SECONDS))
         kinds = ([one.undisturbed for one in found], [one.elapsed for one in found], [one.normal for one in found])
+        before = [one.elapsed - one.undisturbed for one in found]
         judged = verdict(median(excess), TARGET_SECONDS)
-        rows.append([words, *map(spread, kinds), spread(excess), spread(ratios, 2), judged])
-    head = ["", "undisturbed, s", "to the next step, s", "a step then, s", "excess, s", "of an undisturbed one", ""]
+        rows.append([words, *map(spread, (*kinds, excess)), judged, spread(before), spread(ratios, 2)])
+    head = [
+        "",
+        "undisturbed, s",
+        "to the next step, s",
+        "a step then, s",
+        "beyond that, s",
+        "",
+        "beyond an undisturbed, s",
+    ]
+    head += ["of an undisturbed one"]
     show(f"A process of a cell is killed, {given.size}, {CELLS} cells of {given.by} {PROCESSES}", head, rows)
 
 
