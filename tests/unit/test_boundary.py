@@ -37,7 +37,7 @@ def watching(seen: list[int], **options: Any) -> Task:
     broken_by=[
         Edit(
             "shoal.training.boundary",
-            "        self._owed = int(rows[:, 2].min()) < step or self._called.last < step\n",
+            "        self._owed = int(rows[:, 3].min()) < step or self._called.last < step\n",
             "        self._owed = False\n",
         ),
         Edit(
@@ -183,7 +183,7 @@ def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> li
         boundary._passed, boundary._called.last = passed[rank]
         plan = SimpleNamespace(recovery=Recovery(step, b"", counted, ()))
         world: Any = SimpleNamespace(plan=plan, rank=rank, group=gathering.of(rank))
-        assert boundary.agree(world) == ([True] * len(counted), [True] * len(counted))
+        assert boundary.agree(world) == ([True] * len(counted), [(0, 0)] * len(counted))
         return boundary.is_owed, boundary._passed, boundary._called.last
 
     with ThreadPoolExecutor(len(counted)) as members:

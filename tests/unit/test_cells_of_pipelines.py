@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -28,10 +30,11 @@ from pipeline_parallel import (
 )
 from rule import Edit, holds, rule
 from shoal.training.engine import Engine
+from shoal.training.resize import tellers
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, coordinate_of, crew_of, trained
 from tiers import check
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 
@@ -193,6 +196,7 @@ class KnowingBody(Body):
     broken_by=[
         Edit("shoal.cells.pipelining", "stage.is_first or stage._user_meta.inputs is not None", "stage.is_first"),
         Edit("shoal.cells.pipelining", "stage.is_first or stage._user_meta.inputs is not None", "not stage.is_first"),
+        Edit("shoal.cells.pipelining", "replace(one, requires_grad=one.dtype.is_floating_point)", "one"),
     ],
 )
 @pytest.mark.parametrize(("kind", "turns"), [(Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)])
@@ -211,6 +215,83 @@ def test_a_process_that_knows_what_its_stages_get_rehearses_a_lane(says_it: bool
         assert trained(crew) == one_cell(PIPELINE, kind, turns)
     rehearse = "ab" if says_it else "a" if turns == 1 else ""
     assert forwards == dict.fromkeys(rehearse, turns * (1 + MICRO_BATCHES)), "for the handshake, and the lane"
+
+
+@holds("A process of a pipeline rehearses a lane alone")
+def test_a_rehearsal_computes_with_tensors_as_a_lane_does_and_compiles_for_them() -> None:
+    seen: dict[bool, set[tuple[object, ...]]] = {}
+
+    def prepare(engine: Engine) -> None:
+        def note(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            form = inputs[0].shape, inputs[0].dtype, inputs[0].requires_grad
+            seen.setdefault(engine.warming_up, set()).add(form)
+
+        for stage in engine.module.children():
+            stage.register_forward_pre_hook(note)
+
+    task = replace(task_of(PIPELINE), body=KnowingBody(), prepare=prepare)
+    with crew_of("ab", task) as crew:
+        assert trained(crew) == one_cell(PIPELINE)
+    assert len(seen[True]) == 2 and seen[True] == seen[False], "of both stages"
+
+
+class ByLength(Body):
+    """A schedule for each length: lanes of the second half are shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_length: WeakKeyDictionary[Engine, dict[int, Any]] = WeakKeyDictionary()
+
+    def __call__(self, engine: Engine, batch: Any) -> bool:
+        length = LENGTH // (2 if engine.context.loop.place[0] >= 2 else 1)
+        known = self._by_length.setdefault(engine, {})
+        if length not in known:
+            known[length] = made_for(engine, self.kind)
+        self._schedules[engine] = known[length]
+        return super().__call__(engine, {name: one[:, :length].contiguous() for name, one in batch.items()})
+
+
+UNLIKE = (-1, -1)
+"""`ends_of` a process whose schedules differ."""
+
+
+@rule(
+    "A spare is told what passes between stages where others of its cell know it, and it fits what they know",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.pipelining", "            if schedule._has_backward:", "            if True:"),
+        Edit("shoal.training.resize", "len(givers) < len(cell) and ", ""),
+        Edit("shoal.training.resize", "one[1] == next_one[0]", "True"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([(1, 2), (2, 3), (1, 2), (0, 0)], {3: 1}),
+        ([(1, 2), (2, 3), (0, 0), (2, 3)], {2: 0}),
+        ([(1, 2), (2, 3), (0, 0), (0, 0)], {}),
+        ([(1, 2), (2, 3), (1, 4), (0, 0)], {}),
+        ([(1, 2), (2, 3), UNLIKE, (0, 0)], {}),
+        ([(1, 2), UNLIKE, (1, 2), (0, 0)], {}),
+        ([(1, 2), (2, 3), UNLIKE, UNLIKE], {}),
+    ],
+    ids=["last", "first", "all of a cell", "other shapes", "several shapes", "told by none", "nobody lacks them"],
+)
+def test_a_spare_is_told_what_fits_its_neighbours(ends: list[tuple[int, int]], expected: dict[int, int]) -> None:
+    members = [SimpleNamespace(coordinate=rank % 2) for rank in range(4)]
+    plan: Any = SimpleNamespace(members=members, cells=((0, 1), (2, 3)))
+    assert tellers(plan, ends) == expected
+
+
+@holds("A spare is told what passes between stages")
+def test_a_spare_of_a_cell_whose_lanes_have_another_length_changes_no_bit() -> None:
+    task = replace(task_of(PIPELINE), body=ByLength())
+    with crew_of("abcdf", task) as crew:
+        crew.train_to(2)
+        crew.kill("d")
+        several = trained(crew)
+    with crew_of("ab", task) as crew:
+        assert trained(crew) == several
 
 
 def run(engine: Engine) -> None:

@@ -22,6 +22,7 @@ from pipeline_parallel import (
     stages_of,
 )
 from rule import Edit, holds, rule
+from shoal.cells.stages import Stages
 from shoal.training.engine import Engine
 from shoal.training.evaluation import batches_of
 from shoal_protos.shape import Shape
@@ -170,6 +171,15 @@ def test_a_process_that_is_killed_while_an_evaluations_stages_shake_hands_change
     crew.watchers.append(look)
     with crew:
         assert (crew.finish(), killed) == (undisturbed_cell(PIPELINE)[0], ["c"])
+
+
+@holds("A spare is told what passes between stages")
+def test_what_is_told_of_shapes_is_of_training_alone_since_evaluations_may_have_other_lengths_in_each_cell() -> None:
+    with crew_of("ab", task_of(PIPELINE, Evaluates())) as crew:
+        crew.finish()
+        for worker in crew.workers.values():
+            assert isinstance(worker.engine.module, Stages)
+            assert {has_backward for _, has_backward in worker.engine.module.shapes.found} == {True}
 
 
 def refused(act: Callable[[Engine], object]) -> str:

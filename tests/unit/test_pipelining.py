@@ -17,6 +17,7 @@ from shoal.cells.pipelining import (
     SUPPORTED,
     UNDER_WAY,
     PipelineSchedules,
+    ends_of,
     plain_shapes,
     take_shapes,
 )
@@ -145,6 +146,18 @@ def test_shapes_that_are_told_are_those_that_were_found() -> None:
     assert plain_shapes(shapes), "found again"
     shapes.find(PURPOSE, [metas._StageMeta()])
     assert not plain_shapes(shapes) and not shapes.are_known, "another schedule has other ones"
+
+
+def test_neighbours_whose_shapes_fit_have_the_same_number_for_what_one_gives_and_the_other_gets() -> None:
+    shapes, next_ones = known(), StageShapes()
+    assert ends_of(None) == ends_of(next_ones) == (0, 0)
+    found = shapes.found[PURPOSE]
+    assert found is not None
+    next_ones.find(PURPOSE, [metas._StageMeta(found[0].outputs, found[0].inputs)])
+    gets, gives = ends_of(shapes)
+    assert ends_of(next_ones) == (gives, gets) and 0 < gets != gives > 0
+    next_ones.find(PURPOSE, found)
+    assert ends_of(next_ones) == (-1, -1), "schedules differ"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 A schedule's stages shake hands in its first call: they vote whether shapes were given, and tell each other shapes where
 not. In a new world a stage may have other neighbours, who have never met it, and a short batch of an evaluation has
 other shapes; so there all stages of a cell do it anew. Where all of them know the shapes from an earlier handshake over
-as many samples, or from a process of their coordinate that does, and a cell has no other dimension, nothing is computed
-for it; elsewhere what is leaves no trace in random numbers and buffers. A call that a change of the world has broken
-off leaves losses and messages behind, which are forgotten.
+as many samples, or from a process of their coordinate whose shapes fit their neighbours', and a cell has no other
+dimension, nothing is computed for it; elsewhere what is leaves no trace in random numbers and buffers. A call that a
+change of the world has broken off leaves losses and messages behind, which are forgotten.
 
 A process without neighbours rehearses a call where it knows what its stages get: the first stage does, and others whose
 `PipelineStage` has `input_args`. Zeros come from the neighbours then.
@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,7 +152,8 @@ class PipelineSchedules:
                 stage._user_meta = meta
             yield
             found[purpose] = [_found_by(stage, schedule._has_backward) for stage in stages]
-            shapes.find(purpose, found[purpose])
+            if schedule._has_backward:  # of evaluations cells may have batches of other lengths
+                shapes.find(purpose, found[purpose])
         finally:
             for stage, meta in zip(stages, given, strict=True):
                 stage._user_meta = meta
@@ -175,7 +178,8 @@ def _told_alone(stage: Any, source: int) -> Any:
 
     if source > stage.stage_index:
         return torchs._StageBackwardMeta(torchs._derive_grad_metas(stage._stage_meta.outputs))
-    return torchs._StageForwardMeta(stage._user_meta.inputs)
+    inputs = [replace(one, requires_grad=one.dtype.is_floating_point) for one in stage._user_meta.inputs]
+    return torchs._StageForwardMeta(tuple(inputs))  # as activations come; a script gives any tensors of the form
 
 
 def _found_by(stage: Any, has_backward: bool) -> Any:
@@ -190,6 +194,25 @@ def _metas_of(inputs: Any) -> Any:
     from torch.distributed.pipelining import _utils as torchs
 
     return torchs.extract_tensor_metas(torchs.validate_and_normalize_to_tuple(inputs))
+
+
+def ends_of(shapes: StageShapes | None) -> tuple[int, int]:
+    """A number of what its stages get, and one of what they give, as those of neighbours' are whose shapes fit. Zeros
+    where nothing is known; less where schedules differ.
+    """
+    if shapes is None or not shapes.found:
+        return 0, 0
+    if not shapes.are_known:
+        return -1, -1
+    known = [(purpose, metas or []) for purpose, metas in sorted(shapes.found.items())]
+    gets = [(purpose, [meta.inputs for meta in metas]) for purpose, metas in known]
+    gives = [(purpose, [meta.outputs for meta in metas]) for purpose, metas in known]
+    return _number(gets), _number(gives)
+
+
+def _number(value: object) -> int:
+    """The same wherever a value has the same text; above 0."""
+    return int.from_bytes(sha256(repr(value).encode()).digest()[:7]) + 1
 
 
 def plain_shapes(shapes: StageShapes) -> list[Any]:

@@ -30,11 +30,11 @@ class StageShapes:
 
     @property
     def are_known(self) -> bool:
-        """Whether a stage has shaken hands here, so that others can be told."""
-        return any(self.found.values())
+        """Whether stages have shaken hands here, by schedules that are alike, so that others can be told."""
+        return bool(self.found) and all(self.found.values())
 
     def find(self, purpose: Purpose, found: list[Any]) -> None:
-        """A schedule has shaken hands."""
+        """A schedule of training has shaken hands."""
         self.found[purpose] = found if self.found.get(purpose, found) == found else None
 
     def learn(self, generation: int, found: dict[Purpose, list[Any]]) -> None:

@@ -31,6 +31,7 @@ from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 from torch import Tensor
 
+from shoal.cells.pipelining import ends_of
 from shoal.cells.stages import shapes_of
 from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.traffic import CALLED
@@ -294,24 +295,28 @@ class Boundary:
 
     # ---- over a change
 
-    def agree(self, world: World) -> tuple[list[bool], list[bool]]:
+    def agree(self, world: World) -> tuple[list[bool], list[tuple[int, int]]]:
         """In a recovery: whether the boundary of its step is owed, on all members alike; returns by rank whose frozen
-        parameters are in place, and whose shapes of stages are known, which travels along. Raises `WorldChanged`.
+        parameters are in place, and the `ends_of` all stages, which travel along. Raises `WorldChanged`.
         """
         recovery = world.plan.recovery
         assert recovery is not None
         counts, step = recovery.counted[world.rank], recovery.step
         state = self._context.state
-        shapes = shapes_of(state.module) if state.layout.stages else None
-        there = [int(state.frozen_in_place), int(shapes is None or shapes.are_known)]
+        ends = ends_of(shapes_of(state.module) if state.layout.stages else None)
         self._called.look()
-        mine = [*there, self._passed if counts else step, self._called.last if counts else -1]
+        mine = [
+            int(state.frozen_in_place),
+            *ends,
+            self._passed if counts else step,
+            self._called.last if counts else -1,
+        ]
         rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu"))
-        self._called.last = int(rows[:, 3].max())
-        self._owed = int(rows[:, 2].min()) < step or self._called.last < step
+        self._called.last = int(rows[:, 4].max())
+        self._owed = int(rows[:, 3].min()) < step or self._called.last < step
         if not self._owed:
             self._passed = step
-        return rows[:, 0].bool().tolist(), rows[:, 1].bool().tolist()
+        return rows[:, 0].bool().tolist(), [(gets, gives) for gets, gives in rows[:, 1:3].tolist()]
 
     @property
     def is_owed(self) -> bool:

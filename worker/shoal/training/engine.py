@@ -225,9 +225,9 @@ class Engine(Habits):
 
         `call`: the method `step` of a `ScheduleGPipe`, `Schedule1F1B` or `ScheduleInterleaved1F1B` of torch, made with
         `engine.micro_batches`, `loss_fn=engine.loss_fn(function)` and `scale_grads=False`; in an evaluation its method
-        `eval`. `inputs`, `named`: what it is called with: the whole batch of the loop, or of `shard`. In a warm-up
-        nothing is called. Returns None, and of an evaluation `loss`, the mean over the batch on all stages, and
-        `output`, of the last one. Raises `UserError` for other schedules.
+        `eval`. `inputs`, `named`: what it is called with: the whole batch of the loop, or of `shard`. In a warm-up it
+        is called where the process knows what its stages get. Returns None, and of an evaluation `loss`, the mean over
+        the batch on all stages, and `output`, of the last one. Raises `UserError` for other schedules.
         """
         pipeline, evaluation = self.training.pipeline, self.parts.evaluation
         if evaluation.active:

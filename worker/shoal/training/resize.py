@@ -8,6 +8,7 @@ the training thread, between two of the engine's steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from shoal_protos.activity import StepPhase
@@ -228,16 +229,15 @@ class Resize:
 
     def _share_what_is_lacking(self, world: World) -> None:
         """Joiners whose frozen parameters are not the job's get them from the lowest rank whose are; those whose stages
-        have shaken no hands are told what passes between them.
+        have shaken no hands are told what passes between them, where that fits their neighbours.
         """
-        (in_place, known), state = self._boundary.agree(world), self._context.state
+        (in_place, ends), state = self._boundary.agree(world), self._context.state
         lacking = [rank for rank, there in enumerate(in_place) if not there]
         if lacking:
             share_frozen(world.group, state, in_place.index(True), lacking)
             state.frozen_in_place = True
-        if not all(known) and (shapes := shapes_of(state.module)) is not None:
-            givers = {rank: one for rank, one in _givers(world.plan, known).items() if one is not None}
-            content = _share(world, givers, lambda: packed(plain_shapes(shapes), SHAPES))
+        if (shapes := shapes_of(state.module)) is not None:
+            content = _share(world, tellers(world.plan, ends), lambda: packed(plain_shapes(shapes), SHAPES))
             if content is not None:
                 take_shapes(shapes, world.plan.generation, unpacked(content, SHAPES))
 
@@ -443,6 +443,24 @@ def _givers(plan: Plan, has: Sequence[bool]) -> dict[int, int | None]:
         for rank, there in enumerate(has)
         if not there
     }
+
+
+def tellers(plan: Plan, ends: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """By rank of each in a cell that knows no shapes of its stages: the lowest at its coordinate that does. None where
+    all of a cell would be told, since nobody there would know a schedule that is new, or where what one stage gives is
+    not what the next one gets. `ends`: by rank, as `ends_of`.
+    """
+    found: dict[int, int] = {}
+    for cell in plan.cells:
+        givers = {
+            rank: next((mate for mate in _same_coordinate(plan, rank) if ends[mate][0] > 0), rank)
+            for rank in cell
+            if not ends[rank][0]
+        }
+        known = [ends[givers.get(rank, rank)] for rank in cell]
+        if len(givers) < len(cell) and all(one[1] == next_one[0] for one, next_one in pairwise(known)):
+            found |= givers
+    return found
 
 
 def _share(world: World, givers: Mapping[int, int], content: Callable[[], bytes]) -> bytes | None:
