@@ -236,14 +236,15 @@ def test_a_rehearsal_computes_with_tensors_as_a_lane_does_and_compiles_for_them(
 
 
 class ByLength(Body):
-    """A schedule for each length: lanes of the second half are shorter."""
+    """A schedule for each length. `is_short`: whether the lane at hand has half of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_short: Callable[[Engine], bool]) -> None:
         super().__init__()
+        self._is_short = is_short
         self._by_length: WeakKeyDictionary[Engine, dict[int, Any]] = WeakKeyDictionary()
 
     def __call__(self, engine: Engine, batch: Any) -> bool:
-        length = LENGTH // (2 if engine.context.loop.place[0] >= 2 else 1)
+        length = LENGTH // (2 if self._is_short(engine) else 1)
         known = self._by_length.setdefault(engine, {})
         if length not in known:
             known[length] = made_for(engine, self.kind)
@@ -283,9 +284,19 @@ def test_a_spare_is_told_what_fits_its_neighbours(ends: list[tuple[int, int]], e
     assert tellers(plan, ends) == expected
 
 
+@pytest.mark.parametrize(
+    "is_short",
+    [lambda engine: engine.context.loop.place[0] >= 2, lambda engine: engine.global_step >= 2],
+    ids=["lanes of the second half", "the next step"],
+)
+@rule(
+    "What a stage computes in a handshake need not be as it was known where others knew nothing",
+    "Cells",
+    broken_by=Edit("shoal.cells.pipelining", "    stage._user_meta = given\n", ""),
+)
 @holds("A spare is told what passes between stages")
-def test_a_spare_of_a_cell_whose_lanes_have_another_length_changes_no_bit() -> None:
-    task = replace(task_of(PIPELINE), body=ByLength())
+def test_a_spare_whose_lanes_have_another_length_changes_no_bit(is_short: Callable[[Engine], bool]) -> None:
+    task = replace(task_of(PIPELINE), body=ByLength(is_short))
     with crew_of("abcdf", task) as crew:
         crew.train_to(2)
         crew.kill("d")

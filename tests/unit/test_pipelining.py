@@ -117,7 +117,7 @@ def test_these_are_the_insides_of_this_torchs_schedules(made: Callable[..., Any]
         assert not schedule._internal_losses and schedule._has_backward
         stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
         assert all(type(stage._user_meta) is type(stage._stage_meta) is metas._StageMeta for stage in stages)
-        assert all(hasattr(stage, "_recv_meta") for stage in stages)
+        assert all(hasattr(stage, name) for stage in stages for name in ("_recv_meta", "_validate_inferred_metadata"))
     assert all(hasattr(schedule, name) for name in UNDER_WAY), "of the last kind"
 
 

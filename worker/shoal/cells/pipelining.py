@@ -148,8 +148,9 @@ class PipelineSchedules:
         if known is None or not self._is_line or (stages[0].is_first and known[0].inputs != _metas_of(inputs)):
             known = given
         try:
-            for stage, meta in zip(stages, known, strict=True):
+            for stage, meta, by_script in zip(stages, known, given, strict=True):
                 stage._user_meta = meta
+                stage._validate_inferred_metadata = partial(_check_found, stage, by_script)
             yield
             found[purpose] = [_found_by(stage, schedule._has_backward) for stage in stages]
             if schedule._has_backward:  # of evaluations cells may have batches of other lengths
@@ -157,6 +158,13 @@ class PipelineSchedules:
         finally:
             for stage, meta in zip(stages, given, strict=True):
                 stage._user_meta = meta
+                vars(stage).pop("_validate_inferred_metadata", None)
+
+
+def _check_found(stage: Any, given: Any) -> None:
+    """What is computed must be as a script has `given` it, not as it was known where another stage knew nothing."""
+    stage._user_meta = given
+    type(stage)._validate_inferred_metadata(stage)
 
 
 @contextmanager
