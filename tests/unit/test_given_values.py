@@ -426,7 +426,8 @@ def test_a_schedule_of_another_kind_begins_anew_each_time_that_all_go_back(
     assert capsys.readouterr().err.count("WarmupCosineLR begins anew, with the rates as they were saved") == 1
     alone = replace(task, options={**task.options, "mirrors": 0})
     with Crew("abc", alone) as crew:
-        crew.train_to(6)
+        crew.train_to(5)
+        crew.train_until("three that own blocks", lambda: crew.at_rest() and len(crew.members()) == 3)
         crew.kill("b")
         assert crew.finish() == right
         assert any(resize.reason.value == "restore" for resize in crew.job.durable.history)
