@@ -42,14 +42,14 @@ def watching(seen: list[int], **options: Any) -> Task:
         ),
         Edit(
             "shoal.training.boundary",
-            "self._passed if counts else step",
-            "self._passed",
+            "if counts else (step, -1)",
+            "if counts else (self._passed, -1)",
             by="test_who_does_not_count_has_no_say_in_what_is_owed",
         ),
         Edit(
             "shoal.training.boundary",
-            "self._called.last if counts else -1",
-            "self._called.last",
+            "if counts else (step, -1)",
+            "if counts else (step, self._called.last)",
             by="test_who_does_not_count_has_no_say_in_what_is_owed",
         ),
         Edit(

@@ -150,7 +150,7 @@ def test_shapes_that_are_told_are_those_that_were_found() -> None:
 
 def test_neighbours_whose_shapes_fit_have_the_same_number_for_what_one_gives_and_the_other_gets() -> None:
     shapes, next_ones = known(), StageShapes()
-    assert ends_of(None) == ends_of(next_ones) == (0, 0)
+    assert ends_of(next_ones) == (0, 0)
     found = shapes.found[PURPOSE]
     assert found is not None
     next_ones.find(PURPOSE, [metas._StageMeta(found[0].outputs, found[0].inputs)])

@@ -28,8 +28,9 @@ from weakref import WeakKeyDictionary
 import torch
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.shape import Shape
+from torch import nn
 
-from shoal.cells.stages import Purpose, Stages, StageShapes
+from shoal.cells.stages import Purpose, StageShapes, shapes_of
 from shoal.data.seeds import RandomState
 
 SUPPORTED = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
@@ -98,7 +99,7 @@ class PipelineSchedules:
             raise UserError(f"{kind} has a loss function of its own; make it with loss_fn=engine.loss_fn(function).")
         return schedule
 
-    def enter(self, generation: int, schedule: Any, module: Stages, samples: int) -> None:
+    def enter(self, generation: int, schedule: Any, module: nn.Module, samples: int) -> None:
         """A schedule is about to be called in a world, with so many samples. `module`: of its stages."""
         known = self._calls.get(schedule)
         if known is None:
@@ -111,10 +112,10 @@ class PipelineSchedules:
         """Whether a process can call it that has no neighbours: it knows what all its stages get."""
         return all(stage.is_first or stage._user_meta.inputs is not None for stage in _stages_of(schedule))
 
-    def _shake_hands_aside(self, schedule: Any, module: Stages) -> None:
+    def _shake_hands_aside(self, schedule: Any, module: nn.Module) -> None:
         """From now on its handshakes leave no trace."""
         name = next(one for one in SHAKES_HANDS if hasattr(schedule, one))
-        original = getattr(schedule, name)
+        original, shapes = getattr(schedule, name), shapes_of(module)
 
         def shake_hands(*arguments: Any, **named: Any) -> None:
             if _has_shaken_hands(schedule):
@@ -125,7 +126,7 @@ class PipelineSchedules:
             self.is_shaking_hands = True
             try:
                 is_alone = self._calls[schedule][0] == ALONE
-                with _alone(schedule) if is_alone else self._knowing_shapes(schedule, module.shapes, arguments[0]):
+                with _alone(schedule) if is_alone else self._knowing_shapes(schedule, shapes, arguments[0]):
                     original(*arguments, **named)
             finally:
                 self.is_shaking_hands = False
@@ -204,11 +205,11 @@ def _metas_of(inputs: Any) -> Any:
     return torchs.extract_tensor_metas(torchs.validate_and_normalize_to_tuple(inputs))
 
 
-def ends_of(shapes: StageShapes | None) -> tuple[int, int]:
+def ends_of(shapes: StageShapes) -> tuple[int, int]:
     """A number of what its stages get, and one of what they give, as those of neighbours' are whose shapes fit. Zeros
     where nothing is known; less where schedules differ.
     """
-    if shapes is None or not shapes.found:
+    if not shapes.found:
         return 0, 0
     if not shapes.are_known:
         return -1, -1

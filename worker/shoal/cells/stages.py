@@ -68,9 +68,11 @@ def places_of(model: nn.Module) -> list[nn.Module]:
     return list(model.places) if isinstance(model, Stages) else [model]
 
 
-def shapes_of(model: nn.Module) -> StageShapes | None:
-    """What passes between its stages, if it has any."""
-    return model.shapes if isinstance(model, Stages) else None
+def shapes_of(model: nn.Module) -> StageShapes:
+    """What passes between its stages. Raises `TypeError` for a model that has none."""
+    if not isinstance(model, Stages):
+        raise TypeError(f"{type(model).__name__} has no stages")
+    return model.shapes
 
 
 def _numbered(stages: list[nn.Module], place: int, places: int) -> dict[str, nn.Module]:

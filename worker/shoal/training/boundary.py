@@ -303,14 +303,10 @@ class Boundary:
         assert recovery is not None
         counts, step = recovery.counted[world.rank], recovery.step
         state = self._context.state
-        ends = ends_of(shapes_of(state.module) if state.layout.stages else None)
+        ends = ends_of(shapes_of(state.module)) if state.layout.stages else (0, 0)
         self._called.look()
-        mine = [
-            int(state.frozen_in_place),
-            *ends,
-            self._passed if counts else step,
-            self._called.last if counts else -1,
-        ]
+        passed, called = (self._passed, self._called.last) if counts else (step, -1)
+        mine = [int(state.frozen_in_place), *ends, passed, called]
         rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         self._called.last = int(rows[:, 4].max())
         self._owed = int(rows[:, 3].min()) < step or self._called.last < step

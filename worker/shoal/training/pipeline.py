@@ -18,7 +18,6 @@ from torch import Tensor
 
 from shoal.cells.call import LoopPlace
 from shoal.cells.pipelining import ALONE, PipelineSchedules
-from shoal.cells.stages import Stages
 from shoal.data.seeds import seed_everything
 from shoal.group.group import WorldChanged
 from shoal.guards.loop_guards import check_loss
@@ -57,12 +56,6 @@ class Pipeline:
         """Of the call at hand."""
         self._evaluates = False
         """Whether that is one of an evaluation."""
-
-    @property
-    def _stages(self) -> Stages:
-        module = self._context.state.module
-        assert isinstance(module, Stages)  # as start.py has seen
-        return module
 
     def refuse(self, call: str) -> NoReturn:
         """Raises `UserError` for what is made of one micro-batch, where a lane is a schedule's."""
@@ -122,7 +115,7 @@ class Pipeline:
         generation = ALONE if context.world is None else context.world.plan.generation
         place = context.state.layout.part.place
         with context.forward_seed.away():
-            self._schedules.enter(generation, schedule, self._stages, context.config.micro_batch_size)
+            self._schedules.enter(generation, schedule, context.state.module, context.config.micro_batch_size)
             seed_everything(context.config.seed, context.state.step, *context.loop.place, purpose=f"stage {place}")
             call()
         context.autocast.end()
@@ -140,7 +133,7 @@ class Pipeline:
         try:
             with hub.raising():
                 hub.meet(LoopPlace.EVALUATION)
-                self._schedules.enter(context.world.plan.generation, schedule, self._stages, samples)
+                self._schedules.enter(context.world.plan.generation, schedule, context.state.module, samples)
                 output = call(*inputs, **named)
                 loss = torch.tensor(sum(self._losses) / self.micro_batches, dtype=torch.float64)
                 hub.spread_from_last_stage(loss)

@@ -236,7 +236,8 @@ class Resize:
         if lacking:
             share_frozen(world.group, state, in_place.index(True), lacking)
             state.frozen_in_place = True
-        if (shapes := shapes_of(state.module)) is not None:
+        if state.layout.stages:
+            shapes = shapes_of(state.module)
             content = _share(world, tellers(world.plan, ends), lambda: packed(plain_shapes(shapes), SHAPES))
             if content is not None:
                 take_shapes(shapes, world.plan.generation, unpacked(content, SHAPES))
