@@ -42,8 +42,6 @@ FLAGS = (
 SHAKES_HANDS = ("_initialize_stage", "_initialize_stages")
 UNDER_WAY = ("fwd_recv_ops", "bwd_recv_ops", "backward_counter")
 """What a call that was broken off leaves in a schedule."""
-
-
 ALONE = 0
 """In place of a generation: a call of a process that is in no world."""
 
