@@ -76,19 +76,11 @@ def main() -> None:
         measured = "a process of a cell killed: to the next step, beyond a usual one, s"
         note(Figure(measured, settings, excess, TARGET_SECONDS))
         kinds = ([one.undisturbed for one in found], [one.elapsed for one in found], [one.normal for one in found])
-        before = [one.elapsed - one.undisturbed for one in found]
         judged = verdict(median(excess), TARGET_SECONDS)
-        rows.append([words, *map(spread, (*kinds, excess)), judged, spread(before), spread(ratios, 2)])
-    head = [
-        "",
-        "undisturbed, s",
-        "to the next step, s",
-        "a step then, s",
-        "beyond that, s",
-        "",
-        "beyond an undisturbed, s",
-    ]
-    head += ["of an undisturbed one"]
+        beyond = spread([one.elapsed - one.undisturbed for one in found])
+        rows.append([words, *map(spread, (*kinds, excess)), judged, beyond, spread(ratios, 2)])
+    then, before = ["a step then, s", "beyond that, s", ""], ["beyond an undisturbed, s", "of an undisturbed one"]
+    head = ["", "undisturbed, s", "to the next step, s", *then, *before]
     show(f"A process of a cell is killed, {given.size}, {CELLS} cells of {given.by} {PROCESSES}", head, rows)
 
 

@@ -221,9 +221,10 @@ class Resize:
         """Members whose state does not count get it from the lowest rank at their coordinate whose does."""
         recovery, state = world.plan.recovery, self._context.state
         assert recovery is not None
-        givers = _givers(world.plan, recovery.counted)
-        others = recovery.counted.index(True)  # where a coordinate has no blocks
-        given = _share(world, {rank: others if one is None else one for rank, one in givers.items()}, state.small_state)
+        counted, plan = recovery.counted, world.plan
+        others = counted.index(True)  # where a coordinate has no blocks
+        givers = {rank: _mate_with(counted, plan, rank, others) for rank, counts in enumerate(counted) if not counts}
+        given = _share(world, givers, state.small_state)
         if given is not None:
             state.load_small_state(given)
 
@@ -437,13 +438,9 @@ def _same_coordinate(plan: Plan, rank: int) -> list[int]:
     return [other for other, member in enumerate(plan.members) if member.coordinate == coordinate]
 
 
-def _givers(plan: Plan, has: Sequence[bool]) -> dict[int, int | None]:
-    """By rank of each that has none of a thing: the lowest rank at its coordinate that has it."""
-    return {
-        rank: next((mate for mate in _same_coordinate(plan, rank) if has[mate]), None)
-        for rank, there in enumerate(has)
-        if not there
-    }
+def _mate_with(has: Sequence[bool], plan: Plan, rank: int, otherwise: int) -> int:
+    """The lowest rank at a rank's coordinate that has a thing; where none has it, `otherwise`."""
+    return next((mate for mate in _same_coordinate(plan, rank) if has[mate]), otherwise)
 
 
 def tellers(plan: Plan, ends: Sequence[tuple[int, int]]) -> dict[int, int]:
@@ -451,13 +448,9 @@ def tellers(plan: Plan, ends: Sequence[tuple[int, int]]) -> dict[int, int]:
     all of a cell would be told, since nobody there would know a schedule that is new, or where what one stage gives is
     not what the next one gets. `ends`: by rank, as `ends_of`.
     """
-    found: dict[int, int] = {}
+    found, knows = dict[int, int](), [gets > 0 for gets, _ in ends]
     for cell in plan.cells:
-        givers = {
-            rank: next((mate for mate in _same_coordinate(plan, rank) if ends[mate][0] > 0), rank)
-            for rank in cell
-            if not ends[rank][0]
-        }
+        givers = {rank: _mate_with(knows, plan, rank, rank) for rank in cell if not ends[rank][0]}
         known = [ends[givers.get(rank, rank)] for rank in cell]
         if len(givers) < len(cell) and all(one[1] == next_one[0] for one, next_one in pairwise(known)):
             found |= givers
