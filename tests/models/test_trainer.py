@@ -30,10 +30,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def near(script: Script) -> tuple[Any, Any]:
-    """Trains it by the original and by Shoal, and compares what both log."""
+    """Trains it by the original and by Shoal, and compares what both log.
+
+    Both sum gradients in other orders, so weights differ in a last bit now and then. In bfloat16 that may round a value
+    of a later forward to its neighbour, on processors that compute in it.
+    """
     original, elastic = script.original(), script.alone()
+    within = 2**-9 if script.arguments.get("bf16") else 2e-4
     for name in ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss"):
-        assert column(elastic, name) == pytest.approx(column(original, name), rel=2e-4, abs=1e-6), name
+        assert column(elastic, name) == pytest.approx(column(original, name), rel=within, abs=1e-6), name
     assert elastic.state.global_step == original.state.global_step
     return original, elastic
 
