@@ -208,6 +208,8 @@ class Manifest(Entry):
     """Class name; of several optimizers `SGD + Adam`."""
     classes: tuple[Name, ...] = ()
     """Class of the optimizer that has it, by group; empty: there is one."""
+    forms: tuple[str, ...] = ()
+    """By group, what of its state the optimizer alone can read; empty: not known."""
     groups: list[dict[str, Json]]
     """Hyper-parameters by optimizer group."""
     given: GivenEntry | None = None

@@ -37,6 +37,7 @@ from shoal.exchange.module_buffers import persistent_buffers
 ALLOWED = ("new", "missing")
 """`new`: of the model, unknown to the checkpoint. `missing`: of the checkpoint, unknown to the model."""
 
+A_VALUE_EACH = "a value for each element"
 Shape = tuple[int, ...]
 
 
@@ -65,8 +66,11 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None:
-    """What keeps blocks of a training state from being read as they are, one sentence; None where nothing does."""
+def difference(manifest: Manifest, layout: Layout, optimizer: str, forms: Sequence[str]) -> str | None:
+    """What keeps blocks of a training state from being read as they are, one sentence; None where nothing does.
+
+    `optimizer`, `forms`: its name, and by group what of its state it alone can read.
+    """
     theirs, ours = list(slots_of_all_stages(manifest.blocks)), list(slots_of_all_stages(layout))
     for found, wanted in zip_longest(theirs, ours):
         sentence = _parameters_differ(found, wanted)
@@ -76,6 +80,10 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
         return _blocks_differ(manifest.blocks, layout)
     if manifest.optimizer != optimizer:
         return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
+    for group, (found, wanted) in enumerate(zip(manifest.forms, forms, strict=False)):
+        if found != wanted:
+            kept, keeps = found or A_VALUE_EACH, wanted or A_VALUE_EACH
+            return f"its optimizer keeps {kept} as state of group {group}, this job's {keeps}."
     return None
 
 

@@ -42,7 +42,7 @@ from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import Schedule, class_of
 from shoal.optim.several import title_of
-from shoal.optim.twin import failure_from
+from shoal.optim.twin import failure_from, forms_of
 from shoal.process.host_memory import host_memory
 from shoal.state.given_values import OtherValues, ValuesOfRun
 from shoal.state.training_state import (
@@ -70,7 +70,8 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} is of {there}, and this job's lanes are trained by {here}; make one of this shape, "
             f"`shoal reshape {quote(where)} NEW{''.join(sized)}`, and give `resume` the folder NEW."
         )
-    differs = difference(manifest, state.layout, title_of(state.optimizer))
+    forms = forms_of(state.optimizer, state.held.effects)
+    differs = difference(manifest, state.layout, title_of(state.optimizer), forms)
     if differs is None:
         return True
     if part.coordinates > 1:
@@ -171,13 +172,14 @@ def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: Training
         raise CheckpointDamaged(f"{reader.where} is damaged: it has given values of {len(groups)} optimizer groups.")
     saved = ValuesOfRun(groups, decode(entry.schedule, beside))
     outcome = state.given.replace(saved, has_scheduler_of(reader.manifest, state))
-    if outcome.taken:
-        _refuse_other_states(reader, state, outcome)
+    _refuse_other_states(reader, state, outcome)
     return outcome
 
 
 def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherValues) -> None:
-    """Raises `UserError` where the optimizer cannot go on, with what it is given now, from what it has kept."""
+    """Raises `UserError` where the optimizer cannot go on, with what it is given now, from what was kept: of other
+    values, or of another class that has its name.
+    """
     tried = set()
     pieces = ((file.coordinate, piece) for file in reader.manifest.files for piece in file.pieces)
     for coordinate, piece in pieces:
@@ -186,15 +188,19 @@ def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherVal
         kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in own}
         tried.add((bucket.group, bucket.wide_dtype, tuple(kept.items())))
     for group, dtype, entries in tried:
-        failure = failure_from(
-            state.optimizer, group, dict(entries), torch.zeros(1, dtype=dtype, device=state.layout.device)
-        )
-        if failure:
+        failure = _failure(state, group, dtype, dict(entries))
+        if failure and not _failure(state, group, dtype, {}):
+            new = f" with the values that it is given now ({', '.join(outcome.taken)})" if outcome.taken else ""
+            before = "the values of before" if outcome.taken else "the class of before, which has the same name"
             raise UserError(
-                f"the optimizer cannot go on from {reader.where} with the values that it is given now "
-                f"({', '.join(outcome.taken)}): its step fails on what was kept, "
-                f"{', '.join(key for key, _ in entries) or 'nothing'} ({failure}). Give it the values of before."
+                f"the optimizer cannot go on from {reader.where}{new}: its step fails on what was kept, "
+                f"{', '.join(key for key, _ in entries) or 'nothing'} ({failure}). Give it {before}."
             )
+
+
+def _failure(state: TrainingState, group: int, dtype: torch.dtype, kept: Mapping[str, tuple[torch.dtype, bool]]) -> str:
+    """Why a step from such a state fails, or empty."""
+    return failure_from(state.optimizer, group, kept, torch.zeros(1, dtype=dtype, device=state.layout.device))
 
 
 def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRScheduler) -> None:

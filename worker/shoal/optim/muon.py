@@ -128,7 +128,7 @@ JORDAN = Numbers(_by_jordan, lambda group, _: float(group["lr"]))
 class Muon:
     """The `WholeUpdate` of a group. `muon`: its class's numbers."""
 
-    name, keeps, steps_group = "Muon", "momentum of whole matrices", False
+    name, keeps, form, steps_group = "Muon", "momentum of whole matrices", "", False
 
     def __init__(self, muon: Numbers) -> None:
         self.muon = muon

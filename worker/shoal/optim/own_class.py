@@ -13,6 +13,7 @@ beside another tensor, and with all state packed and unpacked between two steps;
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ def _schema(state: Mapping[str, Any], shape: Sequence[int], common: Collection[s
     return Schema(elements, tuple(odd))
 
 
+def _form(schemas: Mapping[tuple[int, ...], Schema]) -> str:
+    """The keys, and a digest of what lies where."""
+    keys = {key for one in schemas.values() for key in (*one.elements, *(odd.key for odd in one.odd))}
+    places = [(shape, sorted(one.elements.items()), one.odd) for shape, one in sorted(schemas.items())]
+    digest = hashlib.sha256(repr(places).encode()).hexdigest()[:12]
+    return f"{', '.join(sorted(keys)) or 'nothing'} of whole tensors ({digest})"
+
+
 def _kind(value: Any) -> type | torch.dtype:
     return value.dtype if type(value) is Tensor else type(value)
 
@@ -125,6 +134,7 @@ class OwnClass:
         most = max((-(-one.bytes // max(1, math.prod(shape))) for shape, one in self._schemas.items()), default=0)
         self._packed = {f"{ODD} {number}": dtype for number, dtype in enumerate(_words(most))}
         """The same, of odd state."""
+        self.form = _form(self._schemas)
 
     def _tried(self, shape: tuple[int, ...], wide: torch.dtype) -> dict[str, Any]:
         """The state that one step makes."""

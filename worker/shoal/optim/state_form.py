@@ -60,6 +60,12 @@ class StateForm:
         return {f"{key}{PER}{each}": Strides(each, dtype.itemsize) for key, (each, dtype) in self.shared.items()}
 
     @property
+    def title(self) -> str:
+        """What of it the optimizer alone can read; empty: nothing."""
+        wrapped = (f"{key} ({one.kind.__name__})" for key, one in sorted(self.wrapped.items()))
+        return ", ".join([*sorted(self.places), *wrapped])
+
+    @property
     def is_packed(self) -> bool:
         """Whether elements share values: then no part of a block can be looked at alone."""
         return bool(self.shared or self.wrapped)

@@ -249,6 +249,13 @@ def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
     )
 
 
+def forms_of(optimizer: Optimizer, effects: StepEffects) -> tuple[str, ...]:
+    """By group, what of its state the optimizer alone can read, to be compared; empty: nothing."""
+    of_elements = {group: form.title for (group, _), form in effects.forms.items()}
+    updates = enumerate(whole_updates(optimizer))
+    return tuple(one.form if one is not None else of_elements.get(group, "") for group, one in updates)
+
+
 def _effects_of_steps(optimizer: Optimizer, first: int, layout: Layout) -> StepEffects:
     """`first`: the number that its first group has in the layout."""
     twin = probing_twin_of(optimizer)

@@ -65,6 +65,8 @@ class WholeUpdate(Protocol):
     """What computes it."""
     keeps: str
     """What of a tensor is carried, in words."""
+    form: str
+    """What the bytes of its state are, to be compared; empty: what their keys say."""
     steps_group: bool
     """Whether a step of the optimizer itself may change values of the group."""
 
