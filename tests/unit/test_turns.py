@@ -183,6 +183,31 @@ def test_state_in_files_stays_as_it_is_where_it_is_not_its_turn(tmp_path: Path) 
         assert crew.finish() == undisturbed(gan(0))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_takes_no_turns_is_told_once_which_networks_the_saved_one_leaves(
+    stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose step 4 was the discriminator's. A run that takes turns hears nothing."""
+    saving: dict[str, Any] = {"shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 4}}}
+
+    def without_turns(engine: Engine, batch: Any) -> None:
+        assert isinstance(engine.module, Gan)
+        engine.backward(engine.module.of_generator(batch["tokens"].float() / 255))
+        engine.step()
+
+    with Crew("ab", gan(1, **{**saving, "max_steps": 4})) as crew:
+        crew.finish()
+    from_there = {"shoal": {"checkpoint": {"resume": str(next(tmp_path.glob("step-*4-*")))}}}
+    for script, times in ((without_turns, 3), (body, 0)):
+        capsys.readouterr()
+        with Crew("abc", replace(gan(stage, **from_there), body=script)) as crew:
+            crew.train_to(5)
+            crew.plant("c", 6, "exchange")
+            crew.finish()
+        lines = [line for line in capsys.readouterr().err.splitlines() if "turn_as_saved" in line]
+        assert len(lines) == times and all('"stay": ["generator"]' in line for line in lines)
+
+
 def test_names_that_no_group_has_are_refused() -> None:
     engine = engine_of(gan(1), AloneLink(), Faults([]))
     with pytest.raises(UserError) as refused:

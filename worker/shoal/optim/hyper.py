@@ -225,6 +225,12 @@ def has_turn(group: Mapping[str, Any]) -> bool:
     return bool(group.get(TURN, True))
 
 
+def without_turn(optimizer: Optimizer) -> list[str]:
+    """Names of the groups that the next update leaves as they are; numbers of those that have none."""
+    groups = enumerate(zip(optimizer.param_groups, names_by_group(optimizer), strict=True))
+    return [", ".join(sorted(names)) or f"group {number}" for number, (group, names) in groups if not has_turn(group)]
+
+
 def set_turn(optimizer: Optimizer, names: Collection[str]) -> None:
     """From now on only these groups are updated, each by its name or its optimizer's. Raises `UserError` for names that
     neither has.

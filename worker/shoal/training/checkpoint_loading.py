@@ -28,6 +28,7 @@ from shoal.core.manifest_parts import Lineage, gone_on
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
+from shoal.optim.hyper import without_turn
 from shoal.optim.schedules import class_of
 from shoal.state.given_values import OtherValues
 from shoal.training.context import TrainingContext
@@ -237,6 +238,7 @@ class CheckpointLoading:
         self._warn_of_another_scheduler(found)
         self._tell_of_averages(found)
         self._tell_of_other_values(found, load_small_state(reader, state, state.registered))
+        self._context.has_saved_turn = bool(without_turn(state.optimizer))
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)

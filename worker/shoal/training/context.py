@@ -67,6 +67,8 @@ class TrainingContext:
         """
         self.calls_back = False
         """Whether the script, or the configuration, has callbacks for committed steps."""
+        self.has_saved_turn = False
+        """A checkpoint says whose turn it is, and the script has called no `engine.turn` since."""
         self.is_first_step = True
         """Whether no step has been committed in this world."""
         self.begins: Prepared | None = None

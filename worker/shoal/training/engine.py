@@ -260,6 +260,7 @@ class Engine(Habits):
         alone, as you would set a learning rate.
         """
         set_turn(self.context.state.optimizer, names)
+        self.context.has_saved_turn = False
 
     # ---- what a script asks for
 

@@ -20,6 +20,7 @@ from shoal_protos.activity import StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import Fill
 from shoal_protos.runs import NO_BLOCKS
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.blocks.state_home import OnUpdated, unheard
@@ -38,7 +39,7 @@ from shoal.exchange.world import World
 from shoal.group.group import Work
 from shoal.guards.agreed_values import agreed_values, refuse_others, take_over_where_no_body_runs
 from shoal.optim.hyper import Group as Values
-from shoal.optim.hyper import are_untouched, digest, has_turn
+from shoal.optim.hyper import are_untouched, digest, has_turn, without_turn
 from shoal.process.faults import fault_point
 from shoal.state.training_state import ENDS
 from shoal.training.boundary import Boundary
@@ -51,6 +52,8 @@ from shoal.training.memory_report import MemoryReport, memory_setting
 from shoal.training.parameters import Parameters
 from shoal.training.reducing import Reducing
 from shoal.training.requests import Requests
+
+log = get_logger("shoal")
 
 
 class Step:
@@ -227,9 +230,19 @@ class Step:
         self.update.apply(record, self._world.plan.generation, hand_out.on_updated, copies)
         self._context.state.forget_gradients()
         self._context.is_first_step = False
+        self._tell_of_a_saved_turn()
         if self._context.hub is not None:
             self._context.hub.on_commit()
         self._context.loop.begin_step(self._world.lanes)
+
+    def _tell_of_a_saved_turn(self) -> None:
+        """Once after a checkpoint, where a body has run and has not said whose turn it is."""
+        context = self._context
+        if context.has_saved_turn and context.lanes:
+            context.has_saved_turn = False
+            log.warning("turn_as_saved", stay=without_turn(context.state.optimizer),
+                        means="the loop's body has not called engine.turn since the checkpoint, so these networks are "
+                        "not updated until it does")  # fmt: skip
 
     @fault_point("hand_out")
     def _hand_out(self, hand_out: HandOut) -> None:
