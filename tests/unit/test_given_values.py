@@ -61,7 +61,7 @@ class Run:
     def resume(self, before: Run) -> OtherValues:
         load_into(self.optimizer, hyper_parameters(before.optimizer))
         self.scheduler.load_state_dict(copy.deepcopy(before.scheduler.state_dict()))
-        return self.given.replace(before.given.values, goes_on=True)
+        return self.given.replace(before.given.values, goes_on={0})
 
 
 def of_torch(name: str, **params: Any) -> Made:
@@ -126,8 +126,8 @@ MULTIPLES: list[Made] = [
         ),
         Edit(
             "shoal.checkpoint.restore",
-            "            state.given.begin_schedule_anew()\n",
-            "            assert state\n",
+            "    state.given.begin_schedules_anew(goes_on)\n",
+            "    assert state\n",
             by="test_a_schedule_of_another_kind_begins_anew_each_time_that_all_go_back",
         ),
         Edit(
@@ -254,7 +254,7 @@ def test_what_only_training_has_moved_stays() -> None:
     before.param_groups[0]["lr"] = 0.025  # as a loop's body does
     load = GivenHyperParameters(now, None, moved)
     load_into(now, hyper_parameters(before))
-    assert load.replace(given, goes_on=True) == OtherValues()
+    assert load.replace(given, goes_on={0}) == OtherValues()
     assert (now.param_groups[0]["lr"], now.param_groups[0]["count"]) == (0.025, 1)
 
 
@@ -268,7 +268,7 @@ def test_other_kinds_of_the_same_number_are_no_other_values_and_many_groups_are_
         return optimizer, GivenHyperParameters(optimizer, None, {})
 
     (_, before), (optimizer, now) = made(1.0, 0), made(2.0, 0.0)
-    outcome = now.replace(before.values, goes_on=True)
+    outcome = now.replace(before.values, goes_on={0})
     assert len(outcome.taken) == 9 and outcome.taken[-1] == "lr of 11 more groups"
     assert optimizer.param_groups[19]["lr"] == 2.0 and now.texts()["weight_decay of the optimizer's groups"] == "0.0"
 

@@ -148,11 +148,57 @@ def test_a_rate_that_one_of_them_is_given_since_replaces_what_was_saved() -> Non
     now, other, given = run(4e-3, 0.25)
     load_into(now, hyper_parameters(before))
     other.load_state_dict(copy.deepcopy(schedule.state_dict()))
-    outcome = given.replace(was.values, goes_on=True)
+    outcome = given.replace(was.values, goes_on={0, 1})
     assert outcome.taken == ("lr of group 2: 0.001 → 0.004", "gamma of StepLR: 0.5 → 0.25") and not outcome.kept
     assert [group["lr"] for group in now.param_groups] == [*(group["lr"] for group in before.param_groups[:2]), 0.001]
     with pytest.raises(ValueError, match="the schedulers of optimizers 1"):
         other.load_state_dict({"1": {}})
+
+
+SINCE: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "of another class": (("generator", "critic"), "ExponentialLR", "ExponentialLR begins anew, with the rates as they "
+                         "were saved; the others go on"),
+    "one over the other optimizer": (("critic",), "StepLR", "StepLR begins anew, with the rates as they were saved"),
+    "one fewer": (("generator",), "", "the rates of optimizers without a schedule stay as they were saved"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("since", SINCE)
+def test_a_schedule_goes_on_where_its_own_optimizer_has_one_of_its_class_and_others_begin_anew(
+    since: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, kind, means = SINCE[since]
+    made: list[dict[str, Any]] = []
+
+    def task(steps: int, names: tuple[str, ...], kind: str) -> Task:
+        def over(optimizer: Optimizer) -> Any:
+            of_name = by_name(optimizer)
+            critic = {"ExponentialLR": lambda one: ExponentialLR(one, 0.9)}.get(kind, lambda one: StepLR(one, 2))
+            kinds = {"generator": lambda one: StepLR(one, 2, 0.5), "critic": critic}
+            made.append({name: kinds[name](of_name[name]) for name in names})
+            return schedules(made[-1], optimizer)
+
+        def both(model: nn.Module) -> Optimizer:
+            generator, critic = of_each(model).values()
+            return several({"generator": generator, "critic": critic})
+
+        def train_all(engine: Engine, batch: Any) -> None:
+            real = batch["tokens"].float() / 255
+            engine.backward(engine.module.of_generator(real))  # type: ignore[operator]
+            engine.step()
+
+        options = {"max_steps": steps, "lanes": 1, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}
+        return Task(options, Gan, both, over, body=train_all)
+
+    with ONE_AT_A_TIME:
+        first = ("generator",) if since.startswith("one over") else ("generator", "critic")
+        for steps, over, of in ((3, first, "StepLR"), (4, names, kind)):
+            engine = engine_of(one := task(steps, over, of), AloneLink(), Faults([]))
+            train(engine, one, lambda: None)
+            engine.script_end.reach()
+    steps_of = {name: one.last_epoch for name, one in made[-1].items()}
+    assert steps_of == {name: 4 if name == "generator" else 1 for name in names}
+    assert f'"means": "{means}"' in capsys.readouterr().err
 
 
 @holds("Of several optimizers, a block")

@@ -41,7 +41,7 @@ from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import Schedule, class_of
-from shoal.optim.several import title_of
+from shoal.optim.several import PLUS, Schedules, schedulers_by_optimizer, schedulers_of, title_of
 from shoal.optim.twin import failure_from, forms_of
 from shoal.process.host_memory import host_memory
 from shoal.state.given_values import OtherValues, ValuesOfRun
@@ -107,11 +107,9 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     state.step, state.committed_in = manifest.step, 0
     state.record = record_of(manifest, reader.where)
     _load_hyper_parameters(reader, beside, state)
-    if state.scheduler is not None:
-        if has_scheduler_of(manifest, state):
-            _load_scheduler(reader, beside, state.scheduler)
-        else:
-            state.given.begin_schedule_anew()
+    goes_on = schedules_that_go_on(manifest, state)
+    _load_schedulers(reader, beside, state, goes_on)
+    state.given.begin_schedules_anew(goes_on)
     outcome = _replace_given(reader, beside, state)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
@@ -138,12 +136,36 @@ def _evaluating(manifest: Manifest, beside: Mapping[str, Tensor]) -> Collection[
     return [str(one) for names in of_stages for one in names] if of_stages else None
 
 
+def schedules_that_go_on(manifest: Manifest, state: TrainingState) -> Collection[int]:
+    """Numbers of the optimizers whose saved scheduler is of the class of this job's, as far as is known."""
+    own, saved = schedulers_by_optimizer(state.scheduler), _saved_schedulers(manifest, state)
+
+    def goes_on(number: int) -> bool:
+        scheduler, name = own[number], saved[number]
+        return name in ("", class_of(scheduler)) or (name == Schedule.__name__ and isinstance(scheduler, Schedule))
+
+    return {number for number in own.keys() & saved.keys() if goes_on(number)}
+
+
+def _saved_schedulers(manifest: Manifest, state: TrainingState) -> dict[int, str]:
+    """Names of classes by the number of the optimizer that each is over; of one over all, 0; empty: none, or such as
+    this job's cannot take over.
+    """
+    saved = manifest.scheduler
+    are_several = isinstance(saved, dict) and bool(saved) and all(map(str.isdigit, saved))
+    if saved is None or are_several != isinstance(state.scheduler, Schedules):
+        return {}
+    names = manifest.scheduler_class.split(PLUS)
+    return dict(zip(map(int, saved), names, strict=False)) if are_several else {0: manifest.scheduler_class}
+
+
 def has_scheduler_of(manifest: Manifest, state: TrainingState) -> bool:
-    """Whether its scheduler is of this job's class, as far as is known."""
-    own, saved = class_of(state.scheduler), manifest.scheduler_class
-    if manifest.scheduler is None or not own:
-        return manifest.scheduler is None and not own
-    return saved in ("", own) or (saved == Schedule.__name__ and isinstance(state.scheduler, Schedule))
+    """Whether all schedulers go on, and there are no others."""
+    return len(schedules_that_go_on(manifest, state)) == len(schedulers_of(state.scheduler)) == _count(manifest)
+
+
+def _count(manifest: Manifest) -> int:
+    return 0 if manifest.scheduler is None else len(manifest.scheduler_class.split(PLUS))
 
 
 def record_of(manifest: Manifest, where: str) -> Record | None:
@@ -171,7 +193,7 @@ def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: Training
     if len(groups) != len(own.groups):
         raise CheckpointDamaged(f"{reader.where} is damaged: it has given values of {len(groups)} optimizer groups.")
     saved = ValuesOfRun(groups, decode(entry.schedule, beside))
-    outcome = state.given.replace(saved, has_scheduler_of(reader.manifest, state))
+    outcome = state.given.replace(saved, schedules_that_go_on(reader.manifest, state))
     _refuse_other_states(reader, state, outcome)
     return outcome
 
@@ -203,8 +225,16 @@ def _failure(state: TrainingState, group: int, dtype: torch.dtype, kept: Mapping
     return failure_from(state.optimizer, group, kept, torch.zeros(1, dtype=dtype, device=state.layout.device))
 
 
-def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRScheduler) -> None:
-    found = decode(reader.manifest.scheduler, beside)
+def _load_schedulers(
+    reader: Reader, beside: Mapping[str, Tensor], state: TrainingState, numbers: Collection[int]
+) -> None:
+    found, are_several = decode(reader.manifest.scheduler, beside), isinstance(state.scheduler, Schedules)
+    for number, scheduler in schedulers_by_optimizer(state.scheduler).items():
+        if number in numbers:
+            _load_scheduler(reader, found[str(number)] if are_several else found, scheduler)
+
+
+def _load_scheduler(reader: Reader, found: Any, scheduler: LRScheduler) -> None:
     groups = scheduler.optimizer.param_groups
     _refuse_other_kinds(reader, found, scheduler.state_dict(), "scheduler")
     try:

@@ -170,6 +170,13 @@ def schedulers_of(scheduler: LRScheduler | None) -> tuple[LRScheduler, ...]:
     return tuple(scheduler.members.values()) if isinstance(scheduler, Schedules) else (scheduler,)
 
 
+def schedulers_by_optimizer(scheduler: LRScheduler | None) -> Mapping[int, LRScheduler]:
+    """The same by the number of the optimizer that each is over; of one over all, 0."""
+    if isinstance(scheduler, Schedules):
+        return scheduler.members
+    return {0: scheduler} if scheduler is not None else {}
+
+
 def pairs_of(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[tuple[Optimizer, LRScheduler | None]]:
     """Each optimizer with the scheduler over it; several that one scheduler is over as one."""
     if not isinstance(optimizer, Several) or not (scheduler is None or isinstance(scheduler, Schedules)):

@@ -91,15 +91,18 @@ class GivenHyperParameters:
             f"{key} of the scheduler": _short([value]) for key, value in schedule.items()
         }
 
-    def begin_schedule_anew(self) -> None:
-        """The checkpoint's scheduler is of another kind: this one stands where it began, with the rates as saved."""
-        for part in self._parts:
-            part.begin_schedule_anew()
+    def begin_schedules_anew(self, goes_on: Collection[int]) -> None:
+        """The checkpoint's schedulers are of another kind: these stand where they began, with the rates as saved; but
+        those over the optimizers of these numbers.
+        """
+        for index, part in enumerate(self._parts):
+            if index not in goes_on:
+                part.begin_schedule_anew()
 
-    def replace(self, saved: ValuesOfRun, goes_on: bool) -> OtherValues:
+    def replace(self, saved: ValuesOfRun, goes_on: Collection[int]) -> OtherValues:
         """Called once optimizer and scheduler have what was saved. What differs from `saved` now, which the
-        checkpoint's run was given, replaces it: in groups, and as the base of a schedule. `goes_on`: whether the saved
-        schedule does.
+        checkpoint's run was given, replaces it: in groups, and as the base of a schedule. `goes_on`: numbers of the
+        optimizers whose saved schedule does.
         """
         outcomes, at = list[OtherValues](), 0
         for index, part in enumerate(self._parts):
@@ -107,7 +110,7 @@ class GivenHyperParameters:
             at += len(groups)
             own = {key: self._name(index, key) for key in part.values.schedule}
             schedule = {key: saved.schedule[name] for key, name in own.items() if name in saved.schedule}
-            outcomes.append(part.replace(ValuesOfRun(groups, schedule), goes_on))
+            outcomes.append(part.replace(ValuesOfRun(groups, schedule), index in goes_on))
         return OtherValues(
             tuple(text for one in outcomes for text in one.taken), tuple(text for one in outcomes for text in one.kept)
         )

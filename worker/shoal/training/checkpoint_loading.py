@@ -20,7 +20,15 @@ from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resol
 from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.named import has_averages
 from shoal.checkpoint.place_marks import host_of
-from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state, record_of
+from shoal.checkpoint.restore import (
+    fits,
+    has_scheduler_of,
+    load_blocks,
+    load_model,
+    load_small_state,
+    record_of,
+    schedules_that_go_on,
+)
 from shoal.checkpoint.storage import open_storage
 from shoal.core.checkpoint_errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
 from shoal.core.loading import Loading, StepZero
@@ -30,6 +38,7 @@ from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.optim.hyper import without_turn
 from shoal.optim.schedules import class_of
+from shoal.optim.several import PLUS, schedulers_by_optimizer
 from shoal.state.given_values import OtherValues
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_misses, agree_on_the_start, check_made
@@ -274,12 +283,13 @@ class CheckpointLoading:
     def _warn_of_another_scheduler(self, found: Found) -> None:
         """The script has another schedule than the checkpoint's run had: it begins anew, with the rates as saved."""
         if not has_scheduler_of(found.manifest, self._context.state):
-            own, saved = self._context.state.scheduler, found.manifest.scheduler_class or "none"
-            means = (
-                f"{class_of(own)} begins anew, with the rates as they were saved"
-                if own is not None
-                else "the rates stay as they were saved"
-            )
+            state, saved = self._context.state, found.manifest.scheduler_class or "none"
+            goes_on = schedules_that_go_on(found.manifest, state)
+            own = schedulers_by_optimizer(state.scheduler).items()
+            anew = PLUS.join(class_of(one) for number, one in own if number not in goes_on)
+            kept = "the rates of optimizers without a schedule stay" if goes_on else "the rates stay"
+            means = f"{anew} begins anew, with the rates as" if anew else f"{kept} as"
+            means += " they were saved" + ("; the others go on" if anew and goes_on else "")
             log.warning("other_scheduler", checkpoint=found.path, saved=saved, means=means)
 
     def _tell_of_averages(self, found: Found) -> None:
