@@ -224,3 +224,21 @@ def test_a_checkpoint_of_a_job_without_averages_begins_them_with_its_weights(
     with Crew("a", Task({**before, "shoal": {"checkpoint": {"resume": made.path}}})) as crew:
         assert crew.finish() == reference(Task(before))
     assert "are left out" in capsys.readouterr().err
+
+
+def test_averages_that_are_to_begin_later_than_a_checkpoints_begin_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {"max_steps": 9, "lanes": 1}
+
+    def task(average: dict[str, Any], **checkpoint: Any) -> Task:
+        return Task({**before, "shoal": {"average": average, "checkpoint": {"path": str(tmp_path), **checkpoint}}})
+
+    with Crew("a", task({"decay": DECAY}, every_steps=4)) as crew:
+        crew.train_to(5)
+        saved(crew, 4)
+    (found,) = [one for one in checkpoints(LocalStorage(tmp_path), lambda _: None) if one.manifest.step == 4]
+    later = {"decay": DECAY, "from_step": 6}
+    with Crew("a", task(later, resume=found.path)) as crew:
+        assert crew.finish() == reference(Task({**before, "shoal": {"average": later}}))
+    assert "this job begins its own after step 6" in capsys.readouterr().err

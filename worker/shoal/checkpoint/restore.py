@@ -29,6 +29,7 @@ from shoal.checkpoint.manifest import MODES, Manifest
 from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
+from shoal.core.average_rule import AverageRule
 from shoal.core.cell_part import CellPart
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES
@@ -311,6 +312,11 @@ def _load_frozen_blocks(reader: Reader, state: TrainingState, stretches: Sequenc
     state.held.take({one: {WEIGHTS: part} for one, part in found.items()})
 
 
+def keeps_averages(rule: AverageRule | None, manifest: Manifest) -> bool:
+    """Whether a job goes on with averages of that checkpoint: one that begins them later has none before."""
+    return rule is not None and manifest.step > rule.from_step
+
+
 def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
@@ -320,7 +326,7 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
         _load_frozen_blocks(reader, state, frozen)
     for portion in state.held.home.portions([one for one in stretches if one.bucket < trained]):
         states = reader.states(portion)
-        if state.held.segments.average_rule is None:
+        if not keeps_averages(state.held.segments.average_rule, reader.manifest):
             for one in states.values():
                 one.pop(AVERAGE, None)
         try:

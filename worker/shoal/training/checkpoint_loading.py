@@ -23,6 +23,7 @@ from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import (
     fits,
     has_scheduler_of,
+    keeps_averages,
     load_blocks,
     load_model,
     load_small_state,
@@ -295,8 +296,9 @@ class CheckpointLoading:
     def _tell_of_averages(self, found: Found) -> None:
         """Only the checkpoint has averages, or only this job."""
         saved, rule = has_averages(found.manifest), self._context.config.average
-        if saved and rule is None:
-            means = "this job keeps none (`shoal.average`), so the checkpoint's averages are left out"
+        if saved and not keeps_averages(rule, found.manifest):
+            own = "this job keeps none" if rule is None else f"this job begins its own after step {rule.from_step}"
+            means = f"{own} (`shoal.average`), so the checkpoint's averages are left out"
             log.warning("averages_left_out", checkpoint=found.path, means=means)
         elif rule is not None and not saved and rule.is_past(found.manifest.step):
             means = "it has no averages of weights; they begin with the weights of the next step that is averaged"
