@@ -25,13 +25,16 @@ def found(tmp_path: Path) -> Found:
     return look_into(storage, name)
 
 
-def state_of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, groups: int = 2) -> TrainingState:
-    """Matrices in the first group; with three groups the wide one has its own."""
+def state_of(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, groups: int = 2, swapped: bool = False
+) -> TrainingState:
+    """Matrices in the first group; with three groups the wide one has its own. `swapped`: in another order."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     group_of = {name: 0 if p.ndim > 1 else groups - 1 for name, p in trained}
     if groups == 3:
         group_of["wide"] = 1
     made = [{"params": [p for name, p in trained if group_of[name] == number]} for number in range(groups)]
+    made = made[::-1] if swapped else made
     return TrainingState(model, kind(made, lr=0.01), None, Limits(4, 0.0, 50), residency_of(0))  # type: ignore[call-arg]
 
 
@@ -77,6 +80,11 @@ class Shorter(Model):
         ),
         (lambda: state_of(Model(), groups=3), 'parameter "wide" is in optimizer group 1, the checkpoint\'s in 0.'),
         (lambda: state_of(Model(), kind=torch.optim.SGD), "its optimizer is AdamW, this job's is SGD."),
+        (lambda: state_of(Model(), kind=torch.optim.SGD, groups=1), "its optimizer is AdamW, this job's is SGD."),
+        (
+            lambda: state_of(Model(), swapped=True),
+            'parameter "norm.bias" is in optimizer group 0, the checkpoint\'s in 1.',
+        ),
         (lambda: state_of(Shorter()), 'only the checkpoint has parameter "up.bias".'),
     ],
 )

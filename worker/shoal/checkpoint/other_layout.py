@@ -72,14 +72,17 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str, forms: Sequen
     `optimizer`, `forms`: its name, and by group what of its state it alone can read.
     """
     theirs, ours = list(slots_of_all_stages(manifest.blocks)), list(slots_of_all_stages(layout))
-    for found, wanted in zip_longest(theirs, ours):
+    named = {slot.parameter.name: slot for slot in theirs}
+    pairs = [(named.get(wanted.parameter.name), wanted) for wanted in ours]
+    is_same_model = len(theirs) == len(ours) and all(found for found, _ in pairs)
+    if is_same_model and manifest.optimizer != optimizer:
+        return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
+    for found, wanted in chain(pairs if is_same_model else (), zip_longest(theirs, ours)):
         sentence = _parameters_differ(found, wanted)
         if sentence:
             return sentence
     if manifest.blocks.text() != layout.text():
         return _blocks_differ(manifest.blocks, layout)
-    if manifest.optimizer != optimizer:
-        return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
     for group, (found, wanted) in enumerate(zip(manifest.forms, forms, strict=False)):
         if found != wanted:
             kept, keeps = found or A_VALUE_EACH, wanted or A_VALUE_EACH
