@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +16,10 @@ from matrices import examples
 from rule import Edit, holds, rule
 from shoal.core.cell_part import WHOLE
 from shoal.exchange import module_buffers
-from shoal.exchange.buffer_joins import Join
+from shoal.exchange.buffer_joins import Join, have_same_bits
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.group.group import SoloGroup
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
@@ -155,11 +157,11 @@ def test_large_buffers_that_nobody_writes_are_not_read_in_every_lane(monkeypatch
     buffers = ModuleBuffers(module_with(**masks, mean=torch.zeros(4)), 4)
     compared: list[int] = []
 
-    def equal(a: Tensor, b: Tensor) -> bool:
+    def same(a: Tensor, b: Tensor) -> bool:
         compared.append(a.numel())
-        return torch.equal(a, b)
+        return have_same_bits(a, b)
 
-    monkeypatch.setattr(module_buffers, "torch", SimpleNamespace(**{**vars(torch), "equal": equal}))
+    monkeypatch.setattr(module_buffers, "have_same_bits", same)
     for lane in range(4):
         buffers.put_back()
         buffers.lane_done(lane)
@@ -210,6 +212,68 @@ def test_a_write_past_the_version_counter_that_begins_later_is_refused_by_the_bu
     module.get_buffer("table").data[5] = 7.0
     with pytest.raises(UserError, match=r'buffer "table" was changed through `.data`'):
         buffers.lane_done(1)
+
+
+@rule(
+    "A buffer is unchanged where it has the bits that it had, so that every lane starts from the same: a nan that "
+    "stays is no write, and another sign of a zero is one, which is put back",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.exchange.buffer_joins", "torch.equal(_words_of(one), _words_of(other))", "torch.equal(one, other)"
+    ),
+)
+def test_a_large_buffer_with_a_nan_that_stays_is_not_taken_for_one_that_is_written() -> None:
+    module = module_with(bank=torch.zeros(LARGE_ELEMENTS + 1))
+    buffers = ModuleBuffers(module, 2)
+    for step in range(4):
+        for lane in range(2):
+            buffers.put_back()
+            if step == 1:
+                module.get_buffer("bank")[5] = float("nan")
+            buffers.lane_done(lane)
+        assert exchanged(buffers, 2).keys() == ({"bank"} if step == 1 else set())
+        buffers.commit()
+        buffers.clear()
+
+
+class Signed(nn.Module):
+    """Reads the sign of a zero in a large buffer, and turns it in some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model(0.1, True)
+        self.register_buffer("bank", torch.zeros(LARGE_ELEMENTS + 1))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        bank = self.get_buffer("bank")
+        loss = self.inner(tokens, targets) * (1 + 0.1 * torch.ones(()).copysign(bank[5]))
+        if int(tokens.sum()) % 2:
+            with torch.no_grad():
+                bank[5] = -0.0
+        return loss
+
+
+@holds("A buffer is unchanged where it has the bits")
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_no_lane_starts_from_the_zero_whose_sign_another_lane_or_an_evaluation_has_turned(evaluates: bool) -> None:
+    def evaluate(engine: Engine) -> None:
+        if evaluates and engine.rank == 0:
+            with engine.evaluating():
+                engine.module(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
+                engine.module.get_buffer("bank")[5] = -0.0
+
+    task = Task({"max_steps": 4}, model=Signed)
+    with Crew("ab", replace(task, in_loop=evaluate)) as crew:
+        assert crew.finish() == undisturbed(task)
+
+
+def test_bits_of_all_dtypes_are_compared() -> None:
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64, torch.complex128):
+        zero = torch.zeros((), dtype=dtype)
+        assert have_same_bits(zero, zero.clone()) and not have_same_bits(zero, torch.ones((), dtype=dtype))
+        if dtype.is_floating_point or dtype.is_complex:
+            nan = torch.full((2, 3), float("nan"), dtype=dtype).T
+            assert have_same_bits(nan, nan.clone()) and not have_same_bits(zero, -zero)
 
 
 # ---- buffers that are not those of the start

@@ -84,6 +84,25 @@ def undeclared(
     return Join("mean" if buffer.is_floating_point() else "lane0")
 
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes by the bytes of an element."""
+
+
+def have_same_bits(
+    one: Tensor,  # of any shape and dtype
+    other: Tensor,  # the same
+) -> bool:
+    """Of two values of one buffer: a nan has those of itself, and -0.0 has others than 0.0."""
+    return torch.equal(_words_of(one), _words_of(other))
+
+
+def _words_of(
+    value: Tensor,  # of any shape and dtype
+) -> Tensor:  # of its shape, or with one dimension more
+    parts = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return parts.detach().view(WORDS[parts.itemsize]) if parts.is_floating_point() else parts
+
+
 # ---- what a script declares
 
 

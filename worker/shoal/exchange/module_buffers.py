@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.core.units import plain_name
 from shoal.exchange.buffer_exchange import BufferExchange
-from shoal.exchange.buffer_joins import DeclaredJoins
+from shoal.exchange.buffer_joins import DeclaredJoins, have_same_bits
 from shoal.exchange.lane_results import LaneResults
 from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
@@ -163,7 +163,7 @@ class ModuleBuffers:
         name: str,
         buffer: Tensor,  # of its own shape and dtype
     ) -> bool:
-        return not self._is_unwritten(name, buffer) and not torch.equal(buffer, self.committed[name])
+        return not self._is_unwritten(name, buffer) and not have_same_bits(buffer, self.committed[name])
 
     def _note_equal(
         self,
@@ -190,7 +190,7 @@ class ModuleBuffers:
         large = [name for name, value in now.items() if value.numel() > LARGE_ELEMENTS and name not in self._uncounted]
         first, self._looked = not self._looked, self._looked + 1
         for name in large if first else large[self._looked % len(large) :][:1] if large else ():
-            if not self._is_unwritten(name, now[name]) or torch.equal(now[name], self.committed[name]):
+            if not self._is_unwritten(name, now[name]) or have_same_bits(now[name], self.committed[name]):
                 continue
             if not first:
                 raise UserError(

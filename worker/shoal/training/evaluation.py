@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from shoal.core.tree import add
 from shoal.data.seeds import RandomState, seed_everything
+from shoal.exchange.buffer_joins import have_same_bits
 from shoal.exchange.evaluation_round import Answers, EvaluationRound, LoopPart, Sums
 from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import EVALUATED
@@ -61,7 +62,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
             part._buffers.update(named)
         with torch.no_grad():
             for buffer, version, before in values:
-                if not torch.equal(buffer, before):  # batch norm's writes are in no version, which autograd would miss
+                if not have_same_bits(buffer, before):  # batch norm's are in no version, which autograd would miss
                     (buffer if buffer._version != version else buffer.data).copy_(before)
         random.restore()
 
