@@ -103,6 +103,7 @@ def check_memory(engine: Engine, recorded: Recorded) -> None:
         Edit("shoal.exchange.buffer_joins", "            moved += len(at)\n", "            moved += 1\n"),
         Edit("shoal.exchange.buffer_exchange", "for lane in sorted(each)]", "for lane in each]"),
         Edit("shoal.exchange.lane_results", "if name in changed or join.pointer in changed:", "if name in changed:"),
+        Edit("shoal.exchange.buffer_joins", 'before if self.kind == "mean" else torch.zeros_like(before)', "before"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -312,6 +313,32 @@ def test_a_sum_of_a_half_is_made_in_float32_and_has_the_same_bits_in_every_world
         assert crew.finish() == undisturbed(task)
         loads = crew.workers["a"].engine.context.state.buffers.committed["loads"]
     assert loads.dtype == torch.float16 and abs(float(loads.sum()) - 1.2) < 0.01
+
+
+@holds("Rows of a buffer that lanes write")
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_lane_that_leaves_a_sum_alone_adds_nothing_to_it(names: str) -> None:
+    class Seldom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model(0.1, True)
+            self.register_buffer("count", torch.tensor(5))
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+            return self.inner(tokens, targets)
+
+    counted: set[tuple[int, int, int]] = set()
+
+    def count(engine: Engine) -> None:
+        loop = engine.context.loop
+        if loop.in_flight and not engine.warming_up and (loop.place[0] + engine.global_step) % 4 == 1:
+            engine.module.get_buffer("count").add_(1)
+            counted.add((engine.global_step, *loop.place))
+
+    declared = Task({"max_steps": 4}, Seldom, prepare=lambda engine: engine.buffer("count", join="sum"), in_loop=count)
+    with Crew(names, declared) as crew:
+        assert crew.finish() == undisturbed(declared)
+        assert int(crew.workers["a"].engine.context.state.buffers.committed["count"]) == 5 + len(counted)
 
 
 def test_an_engine_alone_takes_declarations_as_a_world_does() -> None:
