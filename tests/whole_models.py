@@ -51,17 +51,21 @@ class Mixed(Net):
 
 
 def trained_here(
-    given: Task, make: Callable[[nn.Module], torch.optim.Optimizer]
+    given: Task, make: Callable[[nn.Module], torch.optim.Optimizer], clipping: float = 0.0
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that an engine has trained alone, and those that plain torch has, on the same batches."""
+    """Parameters that an engine has trained alone, and those that plain torch has, on the same batches, with gradients
+    that are clipped by the engine's norms.
+    """
     seen: list[dict[str, Tensor]] = []
+    norms: list[float] = []
 
     def body(engine: Any, batch: dict[str, Tensor]) -> None:
         seen.append(batch)
         engine.backward(engine.module(**batch))
         engine.step()
+        norms.append(engine.context.state.record.norm or 0.0)
 
-    options = {**given.options, "lanes": 1, "gradient_clipping": 0.0}
+    options = {**given.options, "lanes": 1, "gradient_clipping": clipping}
     one = Task(options, given.model, make, given.scheduler, body=body)
     with ONE_AT_A_TIME:
         engine = engine_of(one, AloneLink(), Faults([]))
@@ -70,9 +74,11 @@ def trained_here(
     plain = given.model()
     optimizer = make(plain)
     scheduler = one.scheduler(optimizer)
-    for batch in seen:
+    for batch, norm in zip(seen, norms, strict=True):
         plain.zero_grad()
         plain(**batch).backward()
+        if clipping:
+            torch._foreach_mul_([p.grad for p in plain.parameters() if p.grad is not None], clipping / (norm + 1e-6))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

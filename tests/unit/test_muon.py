@@ -109,6 +109,20 @@ def test_beside_another_optimizer_bits_survive_a_death_and_a_join(form: str, sta
         assert crew.finish() == undisturbed(mixed(**FORMS[form]))
 
 
+@rule(
+    "What is computed of whole tensors before the vote is of gradients that are clipped by the norm which it will find",
+    "A step",
+    broken_by=[
+        Edit("shoal.training.step", "if norms is not None else 1.0", "if False else 1.0"),
+        Edit("shoal.blocks.whole_tensors", "of_state, cut(run.gradient), scale)", "of_state, cut(run.gradient))"),
+    ],
+)
+def test_clipped_gradients_are_those_of_plain_torch() -> None:
+    given, clipping = mixed(), 0.01
+    for mine, theirs in zip(*trained_here(given, given.optimizer, clipping), strict=True):
+        assert mine.equal(theirs)
+
+
 def test_a_class_that_only_has_the_name_is_not_taken_for_it() -> None:
     class Other(Jordan):
         def step(self, closure: None = None) -> None:
