@@ -110,6 +110,25 @@ def test_beside_another_optimizer_bits_survive_a_death_and_a_join(form: str, sta
 
 
 @rule(
+    "An update of a whole tensor that is not finite is found at its home, before the vote, so nobody makes its step",
+    "A step",
+    broken_by=Edit("shoal.exchange.shaping", "for (slot, column, _), total in zip(self._made, totals, strict=True):",
+                   "for (slot, column, _), total in ():"),
+)  # fmt: skip
+def test_an_update_that_is_not_finite_ends_the_job_before_its_step_by_the_parameters_name() -> None:
+    def spoil(engine: Any) -> None:
+        for group in engine.context.state.optimizer.param_groups if engine.global_step == 2 else ():
+            group["ns_coefficients"] = (float("nan"), 0.0, 0.0)
+
+    given = Task({"max_steps": STEPS}, model=Net, optimizer=muon, in_loop=spoil)
+    with Crew("abc", given) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+        assert 'the update of parameter "' in crew.job.durable.reason, crew.story()
+        assert {worker.engine.global_step for worker in crew.workers.values()} == {2}
+
+
+@rule(
     "What is computed of whole tensors before the vote is of gradients that are clipped by the norm which it will find",
     "A step",
     broken_by=[
