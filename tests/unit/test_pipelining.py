@@ -88,6 +88,7 @@ def test_a_schedule_made_for_the_engine_is_taken(kind: Any, made: Callable[..., 
         (Schedule1F1B, {"scale_grads": True}, "scale_grads=True, which would divide gradients that have left already"),
         (Schedule1F1B, {"micro_batches": 4}, "has 4 micro-batches, and the config's .* is 2; make it with engine."),
         (Schedule1F1B, {"loss_fn": loss_of}, r"a loss function of its own; make it with loss_fn=engine\.loss_fn"),
+        (Schedule1F1B, {"loss_fn": None}, r"no loss function; make it with loss_fn=engine\.loss_fn\(fu"),
     ],
 )  # fmt: skip
 def test_another_schedule_is_refused_in_a_sentence(
@@ -95,6 +96,14 @@ def test_another_schedule_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(UserError, match=words):
         PipelineSchedules(PIPELINE, MICRO_BATCHES).of(made(kind, **named).step, "step", Loss)
+
+
+def test_a_schedule_of_the_first_stage_that_would_make_no_backward_is_refused() -> None:
+    with as_default(CellHub(PIPELINE, 0)) as group:
+        stage = PipelineStage(nn.Linear(2, 2), 0, 2, torch.device("cpu"), group=group)
+        schedule = Schedule1F1B(stage, MICRO_BATCHES, scale_grads=False)
+        with pytest.raises(UserError, match=r"no loss function; make .* on every stage"):
+            PipelineSchedules(PIPELINE, MICRO_BATCHES).of(schedule.step, "step", Loss)
 
 
 def test_what_is_no_schedules_step_and_stages_of_another_group_are_refused(made: Callable[..., Any]) -> None:

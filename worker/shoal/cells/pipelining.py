@@ -93,8 +93,9 @@ class PipelineSchedules:
                 f"{kind} has stages in a group of {stages[0].group_size} processes, and the cell's pipeline has "
                 f'{self._places}; give PipelineStage group=cell.group("pipeline").'
             )
-        if any(one.is_last for one in stages) and not isinstance(schedule._loss_fn, loss_fn):
-            raise UserError(f"{kind} has a loss function of its own; make it with loss_fn=engine.loss_fn(function).")
+        if not isinstance(schedule._loss_fn, loss_fn):  # without one a schedule makes no backward, on any stage
+            has = "no loss function" if schedule._loss_fn is None else "a loss function of its own"
+            raise UserError(f"{kind} has {has}; make it with loss_fn=engine.loss_fn(function) on every stage.")
         return schedule
 
     def enter(self, generation: int, schedule: Any, module: nn.Module, samples: int) -> None:
