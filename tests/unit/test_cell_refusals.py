@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import shoal
 import shoal.deepspeed as deepspeed
 import torch
 from shoal.cells.hub import CellHub
-from shoal.cells.stages import built_stages
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.several import several
-from shoal.state.training_state import Limits
+from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal.training.start import _check_place, in_cell, part_of
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
@@ -42,19 +44,20 @@ def test_a_parameter_that_is_divided_among_contexts_is_refused() -> None:
     assert part_of(model, TWO, 0).own == frozenset(), "one context has all of it"
 
 
-@pytest.mark.parametrize("shape", [TWO, Shape(context=2), Shape(expert=2), Shape(pipeline=2)], ids=str)
+@pytest.mark.parametrize(("shape", "mark"), [(TWO, {}), (Shape(expert=2), {"over": "expert", "dim": 0})], ids=str)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-def test_an_optimizer_of_whole_tensors_is_refused_in_every_shape_before_its_groups_are_looked_at(
-    name: str, shape: Shape
+def test_an_optimizer_of_whole_tensors_is_refused_for_one_of_which_each_process_has_a_part(
+    name: str, shape: Shape, mark: dict[str, Any]
 ) -> None:
-    model = built_stages(lambda _: nn.Linear(4, 4), shape.pipeline, 0, shape.pipeline)
-    matrices, vectors = ([one for one in model.parameters() if one.ndim == ndim] for ndim in (2, 1))
-    optimizer = several([getattr(torch.optim, name)(matrices), torch.optim.AdamW(vectors)])
+    model = nn.Linear(4, 4)
+    shoal.sharded(model.weight, **mark)
+    optimizer = several([getattr(torch.optim, name)([model.weight]), torch.optim.AdamW([model.bias])])
     check_optimizer(optimizer, False)
+    limits = in_cell(Limits(lanes=2, clipping=0.0, last_step=1), model, optimizer, CellHub(shape, 0))
     with pytest.raises(
-        UserError, match=f"{name} updates whole tensors, .* use an elementwise optimizer, such as AdamW"
+        UserError, match=f'each process of a cell has a part of parameter "weight", and {name} updates whole tensors; '
     ):
-        in_cell(Limits(lanes=2, clipping=0.0, last_step=1), model, optimizer, CellHub(shape, 0))
+        TrainingState(model, optimizer, None, limits, residency_of(1))
 
 
 def test_deepspeeds_door_is_refused_for_a_model_that_is_no_pipeline() -> None:

@@ -143,8 +143,17 @@ class WholeTensors:
             for slot in bucket.slots
         )
         """Of all such tensors, in the layout's order."""
+        self.are_trained = any(updates)
+        """Whether the job has such tensors: a stage of a pipeline may have none of its groups'."""
         for bucket, slot in self.places:
-            self.update_of(bucket.group).check(slot.parameter.name, slot.parameter.shape)
+            update = self.update_of(bucket.group)
+            name = slot.parameter.name
+            if slot.parameter.is_part:
+                raise UserError(
+                    f'each process of a cell has a part of parameter "{name}", and {update.name} updates whole '
+                    "tensors; give it to an elementwise optimizer of the list, such as AdamW."
+                )
+            update.check(name, slot.parameter.shape)
         self.odd = OddStates(layout, updates)
         self._returned: dict[tuple[int, int], _Returned] = defaultdict(_Returned)
 

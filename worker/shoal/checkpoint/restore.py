@@ -71,7 +71,7 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} is of {there}, and this job's lanes are trained by {here}; make one of this shape, "
             f"`shoal reshape {quote(where)} NEW{''.join(sized)}`, and give `resume` the folder NEW."
         )
-    forms = forms_of(state.optimizer, state.held.effects)
+    forms = forms_of(state.optimizer, state.held.effects, state.layout)
     differs = difference(manifest, state.layout, title_of(state.optimizer), forms)
     if differs is None:
         return True

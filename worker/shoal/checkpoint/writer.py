@@ -306,7 +306,7 @@ def draft_of(
         layout=origin.layout,
         optimizer=title_of(state.optimizer),
         classes=classes_of(state.optimizer),
-        forms=forms_of(state.optimizer, state.held.effects),
+        forms=forms_of(state.optimizer, state.held.effects, state.layout),
         groups=[
             encode(group, tensors, f"optimizer group {number}")
             for number, group in enumerate(hyper_parameters(state.optimizer))

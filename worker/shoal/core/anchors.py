@@ -14,11 +14,13 @@ Source of the order: Jackson, "Scheduling a production line to minimize maximum 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from shoal_protos.runs import Span
 
+from shoal.core.cell_part import Division
 from shoal.core.layout import Bucket, Layout, Slot
 
 Place = tuple[Bucket, Slot]
@@ -32,12 +34,26 @@ vectors.
 
 
 def anchors(layout: Layout, tensors: Sequence[Place], costs: Sequence[int]) -> list[int]:
-    """Return the number of each tensor's anchor block. `costs`: of their updates, in any unit, above 0."""
-    numbers = [_numbers(layout, *place) for place in tensors]
+    """Return the number of each tensor's anchor block. `costs`: of their updates, in any unit, above 0.
+
+    Those of each division of a cell by themselves: what is common to coordinates has one anchor at all of them.
+    """
+    found, by_division = [0] * len(tensors), defaultdict[Division, list[int]](list)
+    for index, (bucket, _) in enumerate(tensors):
+        by_division[bucket.division].append(index)
+    for of_one in by_division.values():
+        numbers = [_numbers(layout, *tensors[index]) for index in of_one]
+        for index, anchor in zip(of_one, _spread(numbers, [costs[index] for index in of_one]), strict=True):
+            found[index] = anchor
+    return found
+
+
+def _spread(numbers: Sequence[Sequence[int]], costs: Sequence[int]) -> list[int]:
+    """One of each tensor's numbers, so that the cost is even between the lowest and the highest of all."""
     waiting = [(one[0], one[-1], index) for index, one in enumerate(numbers)]
     heapify(waiting)
-    ready, found = list[tuple[int, int]](), [0] * len(tensors)
-    share, at = layout.blocks / max(1, sum(costs)), 0.0
+    ready, found, at = list[tuple[int, int]](), [0] * len(numbers), float(waiting[0][0])
+    share = (1 + max(one[-1] for one in numbers) - at) / sum(costs)
     while waiting or ready:
         while waiting and (waiting[0][0] <= at or not ready):
             first, last, index = heappop(waiting)

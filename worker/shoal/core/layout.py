@@ -90,6 +90,11 @@ class Trainable:
         """Whether each place of the experts has one of this name, which is another tensor of the model."""
         return self.division.by_expert and self.dealt is not None and self.dealt.is_named
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other places of a cell have other parts of the same tensor of the model."""
+        return self.own or (self.division.by_expert and self.dealt is not None and not self.dealt.is_named)
+
     def whole_shape(self, parts: int, experts: int) -> tuple[int, ...]:
         """With those of all other places of `tensor` and `expert`, as far as it is known how they are divided."""
         shape = self.cut.whole_shape(self.shape, parts) if self.own and self.cut is not None else self.shape

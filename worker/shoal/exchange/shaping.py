@@ -109,7 +109,7 @@ class Shaping:
             self._homes.setdefault(bucket.index, []).append(_owner_of(anchor, traffic.owned))
         self._owned: Spans = [layout.cut(runs) for runs in traffic.owned]
         names = names_by_group(held.segments.user)
-        self.takes_turns = any(names[bucket.group] for bucket, _ in places)
+        self.takes_turns = any(of_group for group, of_group in enumerate(names) if self._whole.has(group))
         """Whether there may be groups without a turn."""
         self._ways = lru_cache(maxsize=1)(self._ways_at)
         self._made: list[tuple[Slot, Tensor, Tensor]] = []

@@ -249,8 +249,12 @@ def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
     )
 
 
-def forms_of(optimizer: Optimizer, effects: StepEffects) -> tuple[str, ...]:
-    """By group, what of its state the optimizer alone can read, to be compared; empty: nothing."""
+def forms_of(optimizer: Optimizer, effects: StepEffects, layout: Layout) -> tuple[str, ...]:
+    """By group, what of its state the optimizer alone can read, to be compared; empty: nothing. None where stages have
+    each its own parameters, of which that is said.
+    """
+    if layout.stages:
+        return ()
     of_elements = {group: form.title for (group, _), form in effects.forms.items()}
     updates = enumerate(whole_updates(optimizer))
     return tuple(one.form if one is not None else of_elements.get(group, "") for group, one in updates)

@@ -61,7 +61,6 @@ from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import take_over
 from shoal.optim.schedules import class_of
 from shoal.optim.several import Optimizers, Schedulers, Several, schedulers_of, schedules, several, title_of
-from shoal.optim.twin import whole_updates
 from shoal.process.device import Device
 from shoal.process.faults import Faults
 from shoal.process.host_memory import keep_freed_memory
@@ -227,12 +226,6 @@ def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub
         raise UserError(
             f"the cell's pipeline has {hub.shape.pipeline} places, and shoal.initialize got a "
             f"{type(model).__name__} for its model; give it the stages of this process, model=cell.stages(build)."
-        )
-    whole = next((update for update in whole_updates(optimizer) if update is not None), None)
-    if whole is not None and hub.shape.processes > 1:
-        raise UserError(
-            f"{whole.name} updates whole tensors, and each process of a cell may have a part of one; not supported "
-            "yet. Leave `shoal.cell` out, or use an elementwise optimizer, such as AdamW."
         )
     stages: tuple[tuple[Trainable, ...], ...] = ()
     if isinstance(model, Stages) and hub.shape.pipeline > 1:

@@ -168,7 +168,7 @@ class Step:
     def _shape(self, norms: Tensor | None) -> None:
         """Updates of tensors that must be seen whole are made, and wait for the vote beside the gradient."""
         state, world = self._context.state, self._world
-        if not state.held.optimizer_step.whole.places:
+        if not state.held.optimizer_step.whole.are_trained:
             return
         if self._shaping is None or self._shaping.traffic is not world.traffic:
             self._shaping = Shaping(world.group, world.traffic, state.held)
