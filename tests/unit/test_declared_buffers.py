@@ -296,6 +296,22 @@ def test_nothing_is_warned_of_where_all_is_declared_or_owned_by_a_norm_layer(
     assert not warned(capsys)
 
 
+def test_lanes_that_all_put_a_nan_into_a_buffer_do_not_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    class Spoilt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model(0.1, True)
+            self.register_buffer("range", torch.zeros(2))
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+            self.get_buffer("range").fill_(float("nan"))
+            return self.inner(tokens, targets)
+
+    with Crew("ab", Task({"max_steps": 2}, Spoilt)) as crew:
+        crew.finish()
+    assert not warned(capsys)
+
+
 def test_a_sum_of_a_half_is_made_in_float32_and_has_the_same_bits_in_every_world() -> None:
     class Loads(nn.Module):
         def __init__(self) -> None:

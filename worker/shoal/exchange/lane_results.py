@@ -18,7 +18,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.core.tree import push
-from shoal.exchange.buffer_joins import DeclaredJoins, LaneRows, undeclared, written_rows
+from shoal.exchange.buffer_joins import DeclaredJoins, LaneRows, have_same_bits, undeclared, written_rows
 
 log = get_logger("shoal")
 
@@ -177,7 +177,7 @@ class LaneDifferences:
             dtype = join.sum_dtype(mine.dtype)
             if dtype is not None:
                 mine = join.finish(sum_of_equals(mine.to(dtype), lanes), mine.to(dtype), lanes).to(mine.dtype)
-            if not torch.equal(mine, joined[name]):
+            if not have_same_bits(mine, joined[name]):
                 self.found.add(name)
 
     def show(self, names: Collection[str], is_first: bool) -> None:
