@@ -319,7 +319,7 @@ def test_blocks_whose_master_weights_are_none_are_refused_before_anything_is_tak
         for where, one in states.items():
             one["master"] = master(where.blocks * state.layout.block_elements)
     sentence = f"need one torch.float32 master weight per element; {found}"
-    reader: Any = SimpleNamespace(where="the place", states=lambda _: states)
+    reader: Any = SimpleNamespace(where="the place", manifest=SimpleNamespace(step=1), states=lambda _: states)
     with pytest.raises(CheckpointDamaged, match=rf"the place is damaged: blocks 0 to .* {sentence}"):
         load_blocks(reader, state, state.everything)
     state.held.expect(state.everything)
