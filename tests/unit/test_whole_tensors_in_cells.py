@@ -91,7 +91,7 @@ def test_whatever_befalls_cells_they_end_in_the_bits_of_one(shape: Shape, make: 
     assert digest == one_cell(shape, make)
 
 
-@check("two cells after two, and one")
+@check("as other checkpoints of cells")
 @pytest.mark.parametrize("make", [muon, adafactor])
 @pytest.mark.parametrize("shape", [CONTEXT, PIPELINE, EXPERT], ids=str)
 def test_another_number_of_cells_goes_on_from_a_checkpoint(shape: Shape, make: Make, tmp_path: Path) -> None:
