@@ -43,7 +43,7 @@ from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import Schedule, class_of
 from shoal.optim.several import PLUS, Schedules, schedulers_by_optimizer, schedulers_of, title_of
-from shoal.optim.twin import failure_from, forms_of
+from shoal.optim.twin import failure_from
 from shoal.process.host_memory import host_memory
 from shoal.state.given_values import OtherValues, ValuesOfRun
 from shoal.state.training_state import (
@@ -71,8 +71,7 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} is of {there}, and this job's lanes are trained by {here}; make one of this shape, "
             f"`shoal reshape {quote(where)} NEW{''.join(sized)}`, and give `resume` the folder NEW."
         )
-    forms = forms_of(state.optimizer, state.held.effects, state.layout)
-    differs = difference(manifest, state.layout, title_of(state.optimizer), forms)
+    differs = difference(manifest, state.layout, title_of(state.optimizer), state.held.effects.own_forms)
     if differs is None:
         return True
     if part.coordinates > 1:

@@ -57,7 +57,6 @@ from shoal.exchange.module_buffers import persistent_buffers
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import class_of
 from shoal.optim.several import classes_of, title_of
-from shoal.optim.twin import forms_of
 from shoal.state.training_state import TrainingState
 
 CHUNK_BYTES = 1 << 20
@@ -306,7 +305,7 @@ def draft_of(
         layout=origin.layout,
         optimizer=title_of(state.optimizer),
         classes=classes_of(state.optimizer),
-        forms=forms_of(state.optimizer, state.held.effects, state.layout),
+        forms=state.held.effects.own_forms,
         groups=[
             encode(group, tensors, f"optimizer group {number}")
             for number, group in enumerate(hyper_parameters(state.optimizer))

@@ -234,6 +234,10 @@ class StepEffects:
     also where there are none. A parameter that has missed steps then has the others' numbers less these. NAdam's
     product of momenta, or ASGD's averaging rate, is no such number, nor is a scale that neighbours share.
     """
+    own_forms: tuple[str, ...] = ()
+    """By group, what of its state the optimizer alone can read, to be compared; empty: nothing. None where stages have
+    each its own parameters, of which that is said.
+    """
 
 
 def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
@@ -242,22 +246,15 @@ def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
     for member in members_of(optimizer):
         seen.append(_effects_of_steps(member, first, layout))
         first += len(member.param_groups)
+    forms = {kind: form for one in seen for kind, form in one.forms.items()}
+    of_elements = {group: form.title for (group, _), form in forms.items()}
+    updates = () if layout.stages else enumerate(whole_updates(optimizer))
     return StepEffects(
         {group: keys for one in seen for group, keys in one.moved.items()},
-        {kind: form for one in seen for kind, form in one.forms.items()},
+        forms,
         all(one.only_counts for one in seen),
+        tuple(one.form if one is not None else of_elements.get(group, "") for group, one in updates),
     )
-
-
-def forms_of(optimizer: Optimizer, effects: StepEffects, layout: Layout) -> tuple[str, ...]:
-    """By group, what of its state the optimizer alone can read, to be compared; empty: nothing. None where stages have
-    each its own parameters, of which that is said.
-    """
-    if layout.stages:
-        return ()
-    of_elements = {group: form.title for (group, _), form in effects.forms.items()}
-    updates = enumerate(whole_updates(optimizer))
-    return tuple(one.form if one is not None else of_elements.get(group, "") for group, one in updates)
 
 
 def _effects_of_steps(optimizer: Optimizer, first: int, layout: Layout) -> StepEffects:
