@@ -110,7 +110,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     goes_on = schedules_that_go_on(manifest, state)
     _load_schedulers(reader, beside, state, goes_on)
     state.given.begin_schedules_anew(goes_on)
-    outcome = _replace_given(reader, beside, state)
+    outcome = _replace_given(reader, beside, state, goes_on)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
     try:
@@ -184,7 +184,10 @@ def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], state: 
     state.load_hyper_parameters(groups)
 
 
-def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: TrainingState) -> OtherValues | None:
+def _replace_given(
+    reader: Reader, beside: Mapping[str, Tensor], state: TrainingState, goes_on: Collection[int]
+) -> OtherValues | None:
+    """`goes_on`: numbers of the optimizers whose saved schedule does."""
     entry, own = reader.manifest.given, state.given.values
     if entry is None:
         return None
@@ -193,7 +196,7 @@ def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: Training
     if len(groups) != len(own.groups):
         raise CheckpointDamaged(f"{reader.where} is damaged: it has given values of {len(groups)} optimizer groups.")
     saved = ValuesOfRun(groups, decode(entry.schedule, beside))
-    outcome = state.given.replace(saved, schedules_that_go_on(reader.manifest, state))
+    outcome = state.given.replace(saved, goes_on)
     _refuse_other_states(reader, state, outcome)
     return outcome
 
