@@ -32,6 +32,7 @@ from shoal.core.cell_part import COMMON, WHOLE, Division
 from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket, Layout, ListsOfExperts, Slot, slots_of_all_stages
 from shoal.core.units import named_parameters
+from shoal.exchange.buffer_joins import have_same_bits
 from shoal.exchange.module_buffers import persistent_buffers
 
 ALLOWED = ("new", "missing")
@@ -323,7 +324,7 @@ def _check_tied(reader: Reader, found: Mapping[str, Known], name: str, first: st
 
     def is_alike(start: int) -> bool:
         one, other = (values.part(of, start, min(elements, start + PART_ELEMENTS)) for of in (name, first))
-        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return have_same_bits(one, other)
 
     if found[name] != found[first] or not all(map(is_alike, range(0, elements, PART_ELEMENTS))):
         raise UserError(
